@@ -1,0 +1,69 @@
+# Everything runs in .venv, which the first target to need it makes. `make help` lists the targets.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+NATIVE := $(shell find native -name '*.[ch]pp' -o -name '*.map' -o -name CMakeLists.txt)
+TOOLS := scikit-build-core nanobind cmeel-eigen cmake ninja setuptools wheel
+CORE := build/core
+SANITIZED := build/sanitize
+
+# Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
+export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
+
+.PHONY: help demo test lint format bench sanitize clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(VENV)/.stamp ## train an orthogonal matrix and show its error and its speed
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: $(VENV)/.stamp ## run all tests; ARGS="-k name" picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.stamp ## check format, style and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(VENV)/.stamp ## rewrite the Python files in the project's format
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(VENV)/.peers ## time every method, after verifying its answer
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+sanitize: $(VENV)/.stamp ## run the tests on a core built with AddressSanitizer and UBSan
+	$(BIN)/cmake -S native -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Debug -DFASTH_SANITIZE=ON \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build $(SANITIZED)
+	FASTH_CORE_DIR=$(abspath $(SANITIZED)) \
+	  LD_PRELOAD="$$(for lib in asan ubsan stdc++; do $${CXX:-c++} -print-file-name=lib$$lib.so; done | xargs)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(BIN)/python -m pytest --capture=sys $(ARGS)
+
+clean: ## remove everything that was made here
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Torch and the tools: all that comes from the network. An interrupted set-up leaves no stamp and starts afresh.
+$(VENV)/.tools: pyproject.toml constraints.txt
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	rm -f $@
+	$(PIP) install --quiet $(TOOLS)
+	$(PIP) install --quiet --no-build-isolation -Cwheel.cmake=false -e .[dev,reproduce]
+	touch $@
+
+# The package again, now with its core compiled.
+$(VENV)/.stamp: $(VENV)/.tools $(NATIVE)
+	$(PIP) install --quiet --no-deps --no-build-isolation -Cbuild-dir=$(CORE) -e .
+	touch $@
+
+# What the benchmarks compare with. Without their dependencies: torch is there, and tensorboard is not needed.
+$(VENV)/.peers: $(VENV)/.stamp
+	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder nflows
+	touch $@

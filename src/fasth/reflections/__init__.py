@@ -1,0 +1,114 @@
+"""``householder``: rows times a product of Householder reflections. Checks its arguments, then picks a path."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fasth.reflections import blocked
+from fasth.reflections.tuning import default_block_size
+
+__all__ = ["householder"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def householder(
+    x: Tensor,
+    V: Tensor,
+    *,
+    transpose: bool = False,
+    triangular: bool = False,
+    block_size: int | None = None,
+) -> Tensor:
+    """x Qᵀ, as ``F.linear(x, Q)``, with Q = H₁H₂⋯H_r the product of the reflections H = I − 2vvᵀ/‖v‖², v the rows of V.
+
+    Q is orthogonal to rounding for every V, and never formed when applying the reflections is cheaper. A zero row is
+    the identity and gets a zero gradient; the length of a row does not matter.
+
+    Args:
+        x: (*, d), or (*b, m, d) where V is batched.
+        V: (r, d), or (*b, r, d) with one Q for each entry of the batch; b broadcasts against that of x.
+        transpose: multiply by Qᵀ = Q⁻¹ instead, x Q.
+        triangular: take row i of V to be zero left of column i, whatever stands there. Half the work; d such reflectors
+            reach every orthogonal matrix up to the signs of its columns.
+        block_size: how many reflections are handled as one, k. It changes the speed, not the result.
+
+    Returns:
+        (*, d), the shape of x broadcast against the batch of V, in x's dtype.
+
+    About 4·r·d operations per row of x and direction, half of that if ``triangular``, and r/k + O(log k) matrix
+    products in sequence. Between forward and backward it keeps at most twice the memory of x and V together.
+
+    Example:
+        >>> x, V = torch.randn(32, 64), torch.randn(64, 64)
+        >>> y = householder(x, V)
+        >>> torch.allclose(householder(y, V, transpose=True), x, atol=1e-5)
+        True
+    """
+    x, V = _checked(x, V, block_size)
+    if _autocast(x):  # inside, it would take the precision of the products, and with it Q's orthogonality
+        with torch.autocast(x.device.type, enabled=False):
+            return householder(x, V, transpose=transpose, triangular=triangular, block_size=block_size)
+    k = min(block_size or default_block_size(V.shape[-2]), max(V.shape[-2], 1))
+    rows, reflectors, shape = _batched(x, V)
+    out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
+    return out.reshape(shape)
+
+
+def _checked(x: Tensor, V: Tensor, block_size: int | None) -> tuple[Tensor, Tensor]:
+    for name, tensor in (("x", x), ("V", V)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`{name}` should be a tensor; got {type(tensor).__name__}")
+    if V.ndim < 2:
+        raise ValueError(f"`V` should have shape (r, d) or (*b, r, d), one reflector a row; got {_shape(V)}")
+    d = V.shape[-1]
+    if d < 1:
+        raise ValueError(f"`V` should have reflectors of at least one entry; got shape {_shape(V)}")
+    if x.ndim < 1 or x.shape[-1] != d:
+        raise ValueError(f"`x` should have last dimension {d} to match `V` of shape {_shape(V)}; got {_shape(x)}")
+    if x.device != V.device:
+        raise ValueError(f"`x` and `V` should be on one device; got {x.device} and {V.device}")
+    if _autocast(x) and x.is_floating_point():
+        x = x.to(V.dtype)
+    for name, tensor in (("x", x), ("V", V)):
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"`{name}` should be float32, float64, bfloat16 or float16; got {tensor.dtype}")
+    if x.dtype != V.dtype:
+        raise TypeError(f"`x` and `V` should have one dtype; got {x.dtype} and {V.dtype}")
+    if block_size is not None:
+        if not isinstance(block_size, int) or isinstance(block_size, bool):
+            raise TypeError(f"`block_size` should be an int or None; got {type(block_size).__name__}")
+        if block_size < 1:
+            raise ValueError(f"`block_size` should be at least 1; got {block_size}")
+    return x, V
+
+
+def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """x as (B, m, d) and V as (B, r, d), and the shape of the result."""
+    d = V.shape[-1]
+    if V.ndim == 2:
+        return x.reshape(1, -1, d), V.unsqueeze(0), x.shape
+    rows = x.unsqueeze(0) if x.ndim == 1 else x
+    try:
+        batch = torch.broadcast_shapes(rows.shape[:-2], V.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"the batch of `x`, {_shape(x)[:-2]}, should broadcast against that of `V`, {_shape(V)[:-2]}; "
+            f"got shapes {_shape(x)} and {_shape(V)}"
+        ) from None
+    B = math.prod(batch)
+    shape = (*batch, d) if x.ndim == 1 else (*batch, *x.shape[-2:])
+    rows = rows.expand(*batch, -1, -1).reshape(B, rows.shape[-2], d)
+    return rows, V.expand(*batch, -1, -1).reshape(B, V.shape[-2], d), shape
+
+
+def _autocast(t: Tensor) -> bool:
+    kind = t.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _shape(t: Tensor) -> tuple[int, ...]:
+    return tuple(t.shape)

@@ -1,0 +1,232 @@
+"""x Qᵀ and its derivatives by matrix products over blocks of reflections: any device, any dtype, any transform.
+
+README.md beside this file derives the formulas, in the same notation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
+    """x Qᵀ with Q = H₁⋯H_r, or x Q if ``transpose``.  x: (B, m, d), V: (B, r, d) → (B, m, d).
+
+    4·r·d operations per row of x and 2·r·d·k once, half of both if ``triangular``; with blocks of k reflections,
+    3 r/k + 2 log₂ k + 1 matrix products in sequence.
+    """
+    # Keeping depends on the number of rows, and a compiled graph should not; the compiler shares T by itself.
+    keep = torch.is_grad_enabled() and V.requires_grad and not torch.compiler.is_compiling()
+    return _function().apply(x, V, transpose, triangular, block_size, keep)[0]
+
+
+class Step(NamedTuple):
+    """One block's turn in a sweep: after = before − Z Y, in the columns from ``column`` on."""
+
+    Y: Tensor  # (B, k, d - column)
+    column: int
+    before: Tensor  # (B, m, d - column)
+    Z: Tensor  # (B, m, k)
+    after: Tensor  # (B, m, d - column)
+
+
+def sweep(x: Tensor, Y: Tensor, T: Tensor, transpose: bool, triangular: bool) -> tuple[Tensor, list[Step]]:
+    """x times each block I − Yᵀ T Y in turn: the last first for x Qᵀ, the first first for x Q (``transpose``)."""
+    n, k = Y.shape[1:3]
+    Ys, Ts = Y.unbind(1), (T if transpose else T.mT).unbind(1)
+    steps = []
+    for block in range(n) if transpose else reversed(range(n)):
+        column = block * k if triangular else 0
+        Yi, before = Ys[block][..., column:], x[..., column:]
+        Z = torch.bmm(torch.bmm(before, Yi.mT), Ts[block])
+        after = torch.baddbmm(before, Z, Yi, alpha=-1)
+        x = torch.cat((x[..., :column], after), -1) if column else after
+        steps.append(Step(Yi, column, before, Z, after))
+    return x, steps
+
+
+def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
+    """V in blocks of k rows, Y: (B, n, k, d), every row divided by a scale: (B, r, 1).
+
+    The scale is a power of two, so nothing is rounded. It is a constant to autograd: Q does not depend on the length
+    of a reflector, so no derivative of Q does either.
+    """
+    V = _reflectors(V, triangular)
+    largest = torch.linalg.vector_norm(V.detach(), torch.inf, -1, keepdim=True)
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
+    return _cut(V / scale, k), scale
+
+
+def triangular_factors(Y: Tensor, triangular: bool) -> Tensor:
+    """T = B⁻¹: (B, n, k, k), upper triangular, with H₁⋯H_k = I − Yᵀ T Y in each block of Y: (B, n, k, d).
+
+    B is the upper half of the Gram matrix, with ½ of its diagonal. It is inverted by halves, 2 log₂ k products in
+    sequence: when T holds the inverses of the squares of size s along the diagonal, −T₁₁ B₁₂ T₂₂ is what those of size
+    2s lack. T (B∘mask) T is that for all of them at once, where the mask keeps each B₁₂: the entries above the diagonal
+    whose row and column numbers have s as the highest bit in which they differ.
+    """
+    gram = _products(Y, Y, triangular).flatten(0, 1)
+    k = gram.shape[-1]
+    squared_norms = gram.diagonal(dim1=-2, dim2=-1)
+    T = torch.diag_embed(2 / torch.where(squared_norms == 0, 2, squared_norms))  # a zero reflector: T = 1, Y = 0
+    index = torch.arange(k, device=Y.device)
+    highest = (index[:, None] ^ index).triu()
+    for level in range((k - 1).bit_length()):
+        B12 = torch.where(highest >> level == 1, gram, 0)
+        T = torch.baddbmm(T, torch.bmm(T, B12), T, alpha=-1)
+    return T.unflatten(0, Y.shape[:2])
+
+
+class _Householder(torch.autograd.Function):
+    """x, V ↦ the output, and what is worth keeping for the backward pass: T and all states, or T, or nothing."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int, keep: bool
+    ) -> tuple[Tensor, ...]:
+        Y, _ = blocks_of(V, block_size, triangular)
+        T = triangular_factors(Y, triangular)
+        out, steps = sweep(_compute(x), Y, T, transpose, triangular)
+        out = out.to(x.dtype) if steps else x.clone()
+        if not keep:
+            return (out,)
+        states = [step.Z for step in steps] + [step.after for step in steps[:-1]]  # after the last: the output
+        # V and the output are kept anyway. The rest may take as much again.
+        room = _bytes(V, out) - _bytes(T)
+        if _bytes(*states) <= room:
+            return out, T, *states
+        return (out, T) if room >= 0 else (out,)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, V, ctx.transpose, ctx.triangular, ctx.block_size, _ = inputs
+        out, *kept = output
+        ctx.kept = len(kept)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(V, out, *kept)
+        ctx.save_for_forward(x, V)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        V, out, *kept = ctx.saved_tensors
+        if g is None:
+            return (None,) * 6
+        if torch.is_grad_enabled():
+            kept = []  # constants to autograd: a second derivative would miss what they depend on
+        Y, scale = blocks_of(V, ctx.block_size, ctx.triangular)
+        T = kept[0] if kept else triangular_factors(Y, ctx.triangular)
+        needs_x, needs_V, *_ = ctx.needs_input_grad
+        # Each block is orthogonal, so gradients run through its transpose, and so does the way back from the output.
+        rows, m = _compute(g), g.shape[1]
+        states_missing = needs_V and len(kept) <= 1
+        if states_missing:
+            rows = torch.cat((rows, _compute(out)), 1)
+        dx, steps = sweep(rows, Y, T, not ctx.transpose, ctx.triangular)
+        dV = None
+        if needs_V:
+            if states_missing:
+                states = [(-step.Z[:, m:], step.before[:, m:]) for step in steps]
+            else:
+                Z, after = kept[1 : len(steps) + 1], [*kept[len(steps) + 1 :], _compute(out)]
+                states = list(zip(reversed(Z), reversed(after), strict=True))
+            dY = [
+                _gradient_of_block(step.Y, step.before[:, :m], step.Z[:, :m], *state, ctx.transpose)
+                for step, state in zip(steps, states, strict=True)
+            ]
+            dV = _join(dY[::-1] if ctx.transpose else dY, scale, V, ctx.triangular)
+        return dx[:, :m].to(out.dtype) if needs_x else None, dV, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, V: Tensor, *options: Any) -> tuple[Any, Any]:
+        x_dim, V_dim, *_ = in_dims
+        options = (*options[:-1], False)
+        if V_dim is None:  # one Q for all: the batch is just more rows
+            out, *_ = _function().apply(x.movedim(x_dim, 1).flatten(1, 2), V, *options)
+            return (out.unflatten(1, (info.batch_size, x.shape[-2])),), (1,)
+        x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        V = V.movedim(V_dim, 0)
+        out, *_ = _function().apply(x.flatten(0, 1), V.flatten(0, 1), *options)
+        return (out.unflatten(0, x.shape[:2]),), (0,)
+
+
+class _HouseholderWithForwardMode(_Householder):
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dV: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        x, V = ctx.saved_tensors
+        Y, scale = blocks_of(V, ctx.block_size, ctx.triangular)
+        T = triangular_factors(Y, ctx.triangular)
+        out, steps = sweep(_compute(x), Y, T, ctx.transpose, ctx.triangular)
+        dA = torch.zeros_like(out) if dx is None else _compute(dx)
+        dY = torch.zeros_like(Y) if dV is None else _cut(_reflectors(dV, ctx.triangular) / scale, ctx.block_size)
+        dYYt = _products(dY, Y, ctx.triangular)
+        dB = _half_of_gram(dYYt + dYYt.mT)
+        for block, s in zip(range(len(steps)) if ctx.transpose else reversed(range(len(steps))), steps, strict=True):
+            dYi, Ti, dBi = dY[:, block, :, s.column :], T[:, block], dB[:, block]
+            if not ctx.transpose:
+                Ti, dBi = Ti.mT, dBi.mT
+            dZ = (dA[..., s.column :] @ s.Y.mT + s.before @ dYi.mT - s.Z @ dBi) @ Ti
+            dA = torch.cat((dA[..., : s.column], dA[..., s.column :] - dZ @ s.Y - s.Z @ dYi), -1)
+        return dA.to(x.dtype), *(None,) * ctx.kept
+
+
+def _function() -> type[_Householder]:
+    # torch.compile does not trace a Function that defines jvp.
+    return _Householder if torch.compiler.is_compiling() else _HouseholderWithForwardMode
+
+
+def _gradient_of_block(Y: Tensor, g: Tensor, R: Tensor, Z: Tensor, after: Tensor, transpose: bool) -> Tensor:
+    """∂Y: (B, k, d - column), with g the gradient of ``after`` and R what Z is called in the sweep of g."""
+    after = after[..., -Y.shape[-1] :]
+    M = torch.bmm(Z.mT, R)
+    N = (M - M.mT).triu(1) if transpose else (M - M.mT).tril(-1)
+    dY = torch.baddbmm(torch.bmm(N, Y), Z.mT, g, alpha=-1)
+    return torch.baddbmm(dY, R.mT, after, alpha=-1)
+
+
+def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tensor:
+    """The gradient of V: (B, r, d) from those of its blocks."""
+    r, d = V.shape[1:]
+    if not dY:
+        return torch.zeros_like(V)
+    dV = torch.cat([F.pad(part, (d - part.shape[-1], 0)) for part in dY], 1)[:, : scale.shape[1]] / scale
+    if triangular:
+        dV = F.pad(dV.triu(), (0, 0, 0, r - dV.shape[1]))
+    return dV.to(V.dtype)
+
+
+def _products(X: Tensor, Y: Tensor, triangular: bool) -> Tensor:
+    """X Yᵀ: (B, n, k, k) of every block, without work on the zeros left of the diagonal."""
+    n, k = Y.shape[1:3]
+    if not triangular or n < 2:
+        return X @ Y.mT
+    return torch.stack([X[:, i, :, i * k :] @ Y[:, i, :, i * k :].mT for i in range(n)], 1)
+
+
+def _half_of_gram(G: Tensor) -> Tensor:
+    """B = striu(G) + ½ diag(G): the half of the symmetric G = B + Bᵀ."""
+    return G.triu(1) + torch.diag_embed(G.diagonal(dim1=-2, dim2=-1) / 2)
+
+
+def _reflectors(V: Tensor, triangular: bool) -> Tensor:
+    V = _compute(V)
+    return V[:, : V.shape[-1]].triu() if triangular else V
+
+
+def _cut(V: Tensor, k: int) -> Tensor:
+    """(B, r, d) in blocks (B, n, k, d), with zero rows, which reflect nothing, at the end."""
+    r = V.shape[1]
+    n = -(-r // k)
+    return F.pad(V, (0, 0, 0, n * k - r)).unflatten(1, (n, k))
+
+
+def _compute(t: Tensor) -> Tensor:
+    """bfloat16 and float16 only store: computing in them would lose orthogonality with every block."""
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

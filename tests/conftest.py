@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the tests run, for example cuda")
+    parser.addoption("--dtype", default=None, help="one dtype for all tests that take any, for example float32")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--device"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``dtype`` is every dtype, ``precise`` those that compute as well as store; --dtype picks one of them."""
+    only = metafunc.config.getoption("--dtype")
+    for fixture, names in (
+        ("dtype", ["float64", "float32", "bfloat16", "float16"]),
+        ("precise", ["float64", "float32"]),
+    ):
+        if fixture in metafunc.fixturenames:
+            names = [name for name in names if only in (None, name)]
+            metafunc.parametrize(fixture, [getattr(torch, name) for name in names], ids=names)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,126 @@
+"""The table of problems that every test of ``householder`` runs through, and how results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fasth.reflections import definition
+
+
+@dataclass(frozen=True)
+class Problem:
+    name: str
+    x_shape: tuple[int, ...]
+    V_shape: tuple[int, ...]
+    block_size: int | None = None
+    # What is done to Gaussian x and V before use.
+    of_x: Callable[[Tensor], Tensor] = field(default=lambda x: x)
+    of_V: Callable[[Tensor], Tensor] = field(default=lambda V: V)
+
+    def draw(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+        """x and V, both wanting gradients, drawn in float64 and rounded to the dtype."""
+        generator = torch.Generator().manual_seed(len(self.name))
+        x, V = (
+            torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+            for shape in (self.x_shape, self.V_shape)
+        )
+        return self.of_x(x).detach().requires_grad_(), self.of_V(V).detach().requires_grad_()
+
+
+def zero_rows(V: Tensor) -> Tensor:
+    V = V.clone()
+    V[..., ::3, :] = 0
+    return V
+
+
+def nearly_parallel(V: Tensor) -> Tensor:
+    return V[..., :1, :] + torch.finfo(V.dtype).eps ** 0.5 * V
+
+
+def every_other_column(t: Tensor) -> Tensor:
+    return t.repeat_interleave(2, -1)[..., ::2]
+
+
+PROBLEMS = [
+    Problem("square", (5, 8), (8, 8)),
+    Problem("d = 1", (3, 1), (1, 1)),
+    Problem("d = 1, r = 3", (3, 1), (3, 1)),
+    Problem("r = 0", (4, 5), (0, 5)),
+    Problem("r = 1", (4, 5), (1, 5)),
+    Problem("r < d", (4, 12), (5, 12), 2),
+    Problem("r > d", (4, 5), (12, 5), 3),
+    Problem("ragged last block", (6, 11), (11, 11), 4),
+    Problem("blocks of one", (6, 7), (7, 7), 1),
+    Problem("one block", (6, 9), (9, 9), 9),
+    Problem("block size above r", (6, 9), (5, 9), 64),
+    Problem("no rows", (0, 6), (6, 6), 4),
+    Problem("one row", (1, 10), (10, 10), 4),
+    Problem("many rows", (300, 9), (9, 9), 4),
+    Problem("several default blocks", (7, 70), (70, 70)),
+    Problem("more rows than d", (200, 70), (70, 70)),
+    Problem("vector", (6,), (6, 6), 4),
+    Problem("rows in a grid", (2, 3, 4, 6), (5, 6), 2),
+    Problem("batch of both", (3, 4, 6), (3, 7, 6), 3),
+    Problem("batch of V", (4, 6), (3, 5, 6), 3),
+    Problem("batch of V, vector", (6,), (2, 3, 5, 6), 3),
+    Problem("batches that broadcast", (2, 1, 4, 6), (3, 5, 6), 2),
+    Problem("empty batch", (0, 4, 6), (0, 5, 6), 2),
+    Problem("zero reflectors", (5, 8), (8, 8), 3, of_V=zero_rows),
+    Problem("all reflectors zero", (5, 8), (8, 8), 3, of_V=torch.zeros_like),
+    Problem("repeated reflectors", (5, 8), (8, 8), 4, of_V=lambda V: V[:1].expand(8, 8).clone()),
+    Problem("nearly parallel reflectors", (5, 24), (24, 24), 8, of_V=nearly_parallel),
+    Problem("strided columns", (5, 8), (8, 8), 3, of_x=every_other_column, of_V=every_other_column),
+    Problem("transposed", (5, 8), (8, 8), 3, of_x=lambda x: x.mT.clone().mT, of_V=lambda V: V.mT.clone().mT),
+    Problem("expanded", (1, 8), (8, 8), 3, of_x=lambda x: x.expand(5, 8), of_V=lambda V: V[:, :1].expand(8, 8)),
+    Problem("wide", (33, 96), (40, 96), 16),
+]
+
+DIRECTIONS = [
+    dict(transpose=transpose, triangular=triangular) for triangular in (False, True) for transpose in (False, True)
+]
+
+
+def from_definition(x: Tensor, V: Tensor, **direction: bool) -> Tensor:
+    """The definition in float64, taking a vector x with a batch of V as ``householder`` does."""
+    if x.ndim == 1:
+        return from_definition(x.unsqueeze(0), V, **direction).squeeze(-2)
+    out = definition.householder(x.double(), V.double(), **direction)
+    return out.expand(torch.broadcast_shapes(out.shape, (*V.shape[:-2], 1, 1)))  # r = 0 leaves x as it is
+
+
+def with_gradients(function: Callable[..., Tensor], x: Tensor, V: Tensor, **options: object) -> tuple[Tensor, ...]:
+    """The value and both gradients, for a fixed random gradient of the output."""
+    out = function(x, V, **options)
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(out.shape, dtype=torch.float64, generator=generator).to(x.dtype).to(out)
+    gradients = torch.autograd.grad(out, (x, V), g, allow_unused=True)
+    zeros = (torch.zeros_like(x), torch.zeros_like(V))
+    return out, *(zero if t is None else t for t, zero in zip(gradients, zeros, strict=True))
+
+
+def assert_close(actual: Tensor, expected: Tensor, scale: Tensor | float, r: int) -> None:
+    """Within 8 r roundings of numbers as large as ``scale``, after r reflections."""
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected.double()).abs()
+    tolerance = 8 * torch.finfo(actual.dtype).eps * max(r, 1)
+    assert (error <= tolerance * scale).all(), f"error {(error / scale).max():.2e}, tolerance {tolerance:.2e}"
+
+
+def assert_all_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], V: Tensor) -> None:
+    """Value and gradients, each within rounding of its natural size.
+
+    Reflections keep lengths, so rows and their gradients have the length they came with. A reflector's gradient is a
+    sum of products of the two over its length: it can cancel, but not below their rounding.
+    """
+    r, V = V.shape[-2], V.detach().double()
+    largest_row = [t.detach().double().norm(dim=-1).max().item() if t.numel() else 0.0 for t in expected[:2]]
+    for t, reference, scale in zip(actual, expected[:2], largest_row, strict=False):
+        assert_close(t, reference, scale, r)
+    length = V.norm(dim=-1, keepdim=True)
+    length = torch.where(length == 0, 1, length)
+    x_norm, g_norm = (t.detach().double().norm().item() for t in expected[:2])
+    assert_close(actual[2], expected[2], x_norm * g_norm / length, r)

@@ -1,0 +1,144 @@
+"""``householder`` against the definition: values, gradients, memory, over the whole table of problems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
+
+from fasth import householder
+from fasth.reflections import blocked
+
+by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
+
+
+@by_name
+@each_direction
+def test_values_and_gradients(problem: Problem, direction, dtype, device):
+    x, V = problem.draw(dtype, device)
+    expected = with_gradients(from_definition, x, V, **direction)
+    actual = with_gradients(householder, x, V, block_size=problem.block_size, **direction)
+    assert all(t.dtype == dtype for t in actual)
+    assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
+
+
+@by_name
+@each_direction
+def test_transpose_is_the_inverse(problem: Problem, direction, device):
+    x, V = problem.draw(torch.float64, device)
+    x = torch.atleast_2d(x)
+    there = householder(x, V, block_size=problem.block_size, **direction)
+    direction = {**direction, "transpose": not direction["transpose"]}
+    back = householder(there, V, block_size=2, **direction)
+    assert_close(back, x.expand(back.shape), x.norm(), V.shape[-2])
+
+
+@by_name
+@each_direction
+@pytest.mark.parametrize("frozen", ["x", "V"])
+def test_a_frozen_argument_changes_nothing_for_the_other(problem: Problem, direction, frozen, device):
+    x, V = problem.draw(torch.float64, device)
+    out = householder(x, V, **direction)
+    g = torch.randn_like(out)
+    of_x, of_V = torch.autograd.grad(out, (x, V), g)
+    (V if frozen == "V" else x).requires_grad_(False)
+    wanted, expected = (x, of_x) if frozen == "V" else (V, of_V)
+    (gradient,) = torch.autograd.grad(householder(x, V, **direction), wanted, g)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 31, 32, 33, 100, 1000])
+@each_direction
+def test_every_block_size_gives_the_same(block_size, direction, device):
+    x, V = Problem("", (4, 33), (33, 33)).draw(torch.float64, device)
+    expected = with_gradients(from_definition, x, V, **direction)
+    actual = with_gradients(householder, x, V, block_size=block_size, **direction)
+    assert_all_close(actual, expected, V)
+
+
+def saved_bytes(function) -> int:
+    """The memory of all tensors that autograd keeps for the backward pass, each storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = function()
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 100, 1000, 5000])
+@pytest.mark.parametrize(("r", "d"), [(64, 64), (256, 256), (33, 33), (600, 600), (7, 200), (200, 7), (1500, 50)])
+@each_direction
+def test_keeps_at_most_twice_the_memory_of_its_inputs(rows, r, d, direction, device):
+    x, V = Problem("", (rows, d), (r, d)).draw(torch.float32, device)
+    kept = saved_bytes(lambda: householder(x, V, **direction))
+    assert kept <= 2 * (x.nbytes + V.nbytes)
+
+
+def test_keeps_nothing_without_gradients(device):
+    x, V = Problem("", (8, 64), (64, 64)).draw(torch.float32, device)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            out = householder(x, V)
+        assert not out.requires_grad
+        assert_close(out, from_definition(x, V), x.norm(), 64)
+
+
+def test_states_are_kept_for_few_rows_and_made_anew_for_many(device):
+    """Both ways back are in use, and agree."""
+    V = Problem("", (1, 64), (96, 96)).draw(torch.float64, device)[1]
+    counts = {}
+    for rows in (8, 500):
+        x = torch.randn(1, rows, 96, dtype=torch.float64, device=device)
+        arguments = x, V[None], False, False, 24, True
+        counts[rows] = len(blocked._Householder.forward(*arguments))
+    assert counts[8] > 2 >= counts[500]
+
+
+def test_no_loop_over_single_reflections(device):
+    """The number of operations depends on the number of blocks, not of reflections."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls(r: int) -> int:
+        x, V = torch.randn(8, 512, requires_grad=True, device=device), torch.randn(r, 512, device=device)
+        with Count() as count:
+            householder(x, V.requires_grad_(), block_size=r // 4).sum().backward()
+        return count.calls
+
+    assert calls(512) - calls(128) <= 2 * 12  # two more halvings, of a handful of operations each
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_shape_stride_scale_and_dtype(data, device):
+    draw = data.draw
+    m, r, d = (draw(st.integers(low, 40), name) for low, name in ((0, "m"), (0, "r"), (1, "d")))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]), "dtype")
+    batches = [((), ()), ((2,), ()), ((2,), (2,)), ((1,), (3,)), ((3, 1), (2,)), ((), (2,))]
+    batch_x, batch_V = draw(st.sampled_from(batches), "batches")
+    largest = 3 if dtype == torch.float16 else 30
+    scale = 10.0 ** draw(st.integers(-largest, largest), "log₁₀ of the scale")
+    lay_out = draw(st.sampled_from([lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: t[..., ::2, ::2]]))
+    problem = Problem(
+        "", (*batch_x, m, d), (*batch_V, r, d), of_x=lay_out, of_V=lambda V: lay_out((V * scale).to(V.dtype))
+    )
+    x, V = problem.draw(dtype, device)
+    direction = draw(st.sampled_from(DIRECTIONS), "direction")
+    block_size = draw(st.one_of(st.none(), st.integers(1, 50)), "block size")
+    expected = with_gradients(from_definition, x, V, **direction)
+    actual = with_gradients(householder, x, V, block_size=block_size, **direction)
+    assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
