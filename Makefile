@@ -13,7 +13,7 @@ SANITIZED := build/sanitize
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test lint format bench sanitize clean
+.PHONY: help demo test lint format bench readme sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,9 @@ format: $(VENV)/.stamp ## rewrite the Python files in the project's format
 
 bench: $(VENV)/.peers ## time every method, after verifying its answer
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+readme: $(VENV)/.stamp ## put the last benchmark's tables into README.md; ARGS=--check only compares
+	$(BIN)/python benchmarks/readme.py $(ARGS)
 
 sanitize: $(VENV)/.stamp ## run the tests on a core built with AddressSanitizer and UBSan
 	$(BIN)/cmake -S native -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Debug -DFASTH_SANITIZE=ON \

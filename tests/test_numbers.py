@@ -66,7 +66,8 @@ def test_scale_does_not_matter(log2_scale, direction, device):
     assert torch.equal(actual[1], expected[1])
     if log2_scale > -120:  # beyond, the gradient itself is too large for float32
         assert torch.isfinite(actual[2]).all()
-        torch.testing.assert_close(actual[2].double() * 2.0**log2_scale, expected[2].double(), rtol=1e-6, atol=1e-12)
+        smallest = 2.0 ** (log2_scale - 149)  # what a gradient below float32's normal range is rounded to
+        torch.testing.assert_close(actual[2].double() * 2.0**log2_scale, expected[2].double(), rtol=1e-6, atol=smallest)
 
 
 @pytest.mark.parametrize("log10_scale", [-30, 30])

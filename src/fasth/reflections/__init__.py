@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from fasth.reflections import blocked
-from fasth.reflections.tuning import default_block_size
+from fasth.reflections import blocked, native
+from fasth.reflections.tuning import default_block_size, materialising_pays
 
 __all__ = ["householder"]
 
@@ -51,10 +51,29 @@ def householder(
     x, V = _checked(x, V, block_size)
     if _autocast(x):  # inside, it would take the precision of the products, and with it Q's orthogonality
         with torch.autocast(x.device.type, enabled=False):
-            return householder(x, V, transpose=transpose, triangular=triangular, block_size=block_size)
+            return _householder(x, V, transpose, triangular, block_size)
+    return _householder(x, V, transpose, triangular, block_size)
+
+
+def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
+    """Picks the path: materialise or apply, on the compiled core or in PyTorch."""
+    r, d = V.shape[-2:]
+    if V.ndim == 2 and materialising_pays(x.numel() // d, r, d, triangular):
+        # Qᵀ from the rows of the identity; x Qᵀ = x · that, x Q = x · that transposed.
+        eye = torch.eye(d, dtype=V.dtype, device=V.device)
+        Qt = _apply(eye, V, False, triangular, block_size)
+        return x @ (Qt.mT if transpose else Qt)
+    return _apply(x, V, transpose, triangular, block_size)
+
+
+def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
     k = min(block_size or default_block_size(V.shape[-2]), max(V.shape[-2], 1))
+    on_core = native.usable(x, V)
+    if on_core and V.ndim == 2:
+        return native.householder(x, V, transpose=transpose, triangular=triangular, block_size=k)
     rows, reflectors, shape = _batched(x, V)
-    out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
+    path = native.householder if on_core else blocked.householder
+    out = path(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
     return out.reshape(shape)
 
 

@@ -5,6 +5,7 @@ README.md beside this file derives the formulas, in the same notation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
     """x Qᵀ with Q = H₁⋯H_r, or x Q if ``transpose``.  x: (B, m, d), V: (B, r, d) → (B, m, d).
 
     4·r·d operations per row of x and 2·r·d·k once, half of both if ``triangular``; with blocks of k reflections,
-    3 r/k + 2 log₂ k + 1 matrix products in sequence.
+    3 r/k + 2 log₂ k matrix products in sequence.
     """
     # Keeping depends on the number of rows, and a compiled graph should not; the compiler shares T by itself.
     keep = torch.is_grad_enabled() and V.requires_grad and not torch.compiler.is_compiling()
@@ -33,7 +34,9 @@ class Step(NamedTuple):
     after: Tensor  # (B, m, d - column)
 
 
-def sweep(x: Tensor, Y: Tensor, T: Tensor, transpose: bool, triangular: bool) -> tuple[Tensor, list[Step]]:
+def sweep(
+    x: Tensor, Y: Tensor, T: Tensor, transpose: bool, triangular: bool, record: bool = True
+) -> tuple[Tensor, list[Step]]:
     """x times each block I − Yᵀ T Y in turn: the last first for x Qᵀ, the first first for x Q (``transpose``)."""
     n, k = Y.shape[1:3]
     Ys, Ts = Y.unbind(1), (T if transpose else T.mT).unbind(1)
@@ -44,7 +47,8 @@ def sweep(x: Tensor, Y: Tensor, T: Tensor, transpose: bool, triangular: bool) ->
         Z = torch.bmm(torch.bmm(before, Yi.mT), Ts[block])
         after = torch.baddbmm(before, Z, Yi, alpha=-1)
         x = torch.cat((x[..., :column], after), -1) if column else after
-        steps.append(Step(Yi, column, before, Z, after))
+        if record:
+            steps.append(Step(Yi, column, before, Z, after))
     return x, steps
 
 
@@ -89,8 +93,8 @@ class _Householder(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         Y, _ = blocks_of(V, block_size, triangular)
         T = triangular_factors(Y, triangular)
-        out, steps = sweep(_compute(x), Y, T, transpose, triangular)
-        out = out.to(x.dtype) if steps else x.clone()
+        out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=keep)
+        out = out.to(x.dtype) if Y.shape[1] else x.clone()  # no block: the output is not to be x itself
         if not keep:
             return (out,)
         states = [step.Z for step in steps] + [step.after for step in steps[:-1]]  # after the last: the output
@@ -117,28 +121,9 @@ class _Householder(torch.autograd.Function):
             return (None,) * 6
         if torch.is_grad_enabled():
             kept = []  # constants to autograd: a second derivative would miss what they depend on
-        Y, scale = blocks_of(V, ctx.block_size, ctx.triangular)
-        T = kept[0] if kept else triangular_factors(Y, ctx.triangular)
         needs_x, needs_V, *_ = ctx.needs_input_grad
-        # Each block is orthogonal, so gradients run through its transpose, and so does the way back from the output.
-        rows, m = _compute(g), g.shape[1]
-        states_missing = needs_V and len(kept) <= 1
-        if states_missing:
-            rows = torch.cat((rows, _compute(out)), 1)
-        dx, steps = sweep(rows, Y, T, not ctx.transpose, ctx.triangular)
-        dV = None
-        if needs_V:
-            if states_missing:
-                states = [(-step.Z[:, m:], step.before[:, m:]) for step in steps]
-            else:
-                Z, after = kept[1 : len(steps) + 1], [*kept[len(steps) + 1 :], _compute(out)]
-                states = list(zip(reversed(Z), reversed(after), strict=True))
-            dY = [
-                _gradient_of_block(step.Y, step.before[:, :m], step.Z[:, :m], *state, ctx.transpose)
-                for step, state in zip(steps, states, strict=True)
-            ]
-            dV = _join(dY[::-1] if ctx.transpose else dY, scale, V, ctx.triangular)
-        return dx[:, :m].to(out.dtype) if needs_x else None, dV, None, None, None, None
+        dx, dV = gradients(g, out, V, ctx.transpose, ctx.triangular, ctx.block_size, needs_x, needs_V, kept)
+        return dx, dV, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, V: Tensor, *options: Any) -> tuple[Any, Any]:
@@ -171,6 +156,41 @@ class _HouseholderWithForwardMode(_Householder):
             dZ = (dA[..., s.column :] @ s.Y.mT + s.before @ dYi.mT - s.Z @ dBi) @ Ti
             dA = torch.cat((dA[..., : s.column], dA[..., s.column :] - dZ @ s.Y - s.Z @ dYi), -1)
         return dA.to(x.dtype), *(None,) * ctx.kept
+
+
+def gradients(
+    g: Tensor,
+    out: Tensor,
+    V: Tensor,
+    transpose: bool,
+    triangular: bool,
+    block_size: int,
+    needs_x: bool,
+    needs_V: bool,
+    kept: Sequence[Tensor] = (),
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and V from that of the output, g; differentiable in g, out and V if nothing was kept."""
+    Y, scale = blocks_of(V, block_size, triangular)
+    T = kept[0] if kept else triangular_factors(Y, triangular)
+    # Each block is orthogonal, so gradients run through its transpose, and so does the way back from the output.
+    rows, m = _compute(g), g.shape[1]
+    states_missing = needs_V and len(kept) <= 1
+    if states_missing:
+        rows = torch.cat((rows, _compute(out)), 1)
+    dx, steps = sweep(rows, Y, T, not transpose, triangular, record=needs_V)
+    dV = None
+    if needs_V:
+        if states_missing:
+            states = [(-step.Z[:, m:], step.before[:, m:]) for step in steps]
+        else:
+            Z, after = kept[1 : len(steps) + 1], [*kept[len(steps) + 1 :], _compute(out)]
+            states = list(zip(reversed(Z), reversed(after), strict=True))
+        dY = [
+            _gradient_of_block(step.Y, step.before[:, :m], step.Z[:, :m], *state, transpose)
+            for step, state in zip(steps, states, strict=True)
+        ]
+        dV = _join(dY[::-1] if transpose else dY, scale, V, triangular)
+    return dx[:, :m].to(out.dtype) if needs_x else None, dV
 
 
 def _function() -> type[_Householder]:

@@ -1,0 +1,103 @@
+// Where the time goes: the share of each phase of a forward and a backward pass, and the fraction of the machine's own
+// matrix-product speed that they reach. Built and run by `make phases`; prints a table for native/README.md.
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+#include <x86intrin.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace fasth_phases {
+enum Name { rows, pack, S, gram, meet, invert, factor, keep, update, antisymmetric, gradient, clear, count };
+const char *const names[] = {"rows in and out", "pack Y, Yᵀ", "S = A Yᵀ", "G = Y Yᵀ", "meet, add up", "T = B⁻¹", "Z = S T",
+                             "keep", "A − Z Y", "N", "∂Y", "zeros in ∂V"};
+std::array<unsigned long long, count> cycles;
+thread_local bool watched = false;
+thread_local Name current = count;
+thread_local unsigned long long since = 0;
+// Phases may nest: time belongs to the innermost.
+struct Phase {
+    Name outer = current;
+    explicit Phase(Name name) { switch_to(name); }
+    ~Phase() { switch_to(outer); }
+    static void switch_to(Name name) {
+        const auto now = __rdtsc();
+        if (watched && current != count) cycles[current] += now - since;
+        current = name;
+        since = now;
+    }
+};
+} // namespace fasth_phases
+#define FASTH_JOIN(a, b) a##b
+#define FASTH_UNIQUE(line) FASTH_JOIN(phase_at_, line)
+#define FASTH_PHASE(name) fasth_phases::Phase FASTH_UNIQUE(__LINE__)(fasth_phases::name)
+
+#include "reflections.hpp"
+
+using namespace fasth;
+
+template <class Work> double seconds(const Work &work, int repetitions) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < repetitions; ++i) work();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / repetitions;
+}
+
+int main(int argc, char **argv) {
+    const Index m = 32, d = argc > 1 ? std::atol(argv[1]) : 512, k = argc > 4 ? std::atol(argv[4]) : 32;
+    const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
+    const Kind kind = argc > 3 && argv[3][0] == 'f' ? Kind::full : Kind::triangular;
+    const Problem p{m, d, d, kind, false, k, argc > 5 ? std::atol(argv[5]) : Problem::panel_width<float>};
+    std::mt19937 generator(0);
+    std::normal_distribution<float> normal;
+    const auto draw = [&](Index n) {
+        auto *const v = static_cast<float *>(::operator new(std::size_t(n) * sizeof(float), std::align_val_t(64)));
+        std::generate(v, v + n, [&] { return normal(generator); });
+        return v;
+    };
+    auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
+    auto memory = draw(Kept<float>::size(p, true));
+    const Kept<float> kept(p, memory, true);
+    const int members = int(std::min<Index>(threads, p.panels()));
+    Arena arena;
+    const auto lay_out = [&] {
+        std::vector<Workspace<float>::Own> own;
+        const Workspace<float> shared(p, members, 2, arena);
+        for (int i = 0; i < members; ++i) own.push_back(Workspace<float>::own(p, members, 2, arena));
+        return std::pair(shared, own);
+    };
+    lay_out();
+    arena.provide();
+    const auto [shared, own] = lay_out();
+    Meeting meeting;
+    const auto pass = [&, &shared = shared, &own = own](bool back) {
+#pragma omp parallel num_threads(members)
+        {
+            int rank = 0;
+#ifdef _OPENMP
+            rank = omp_get_thread_num();
+#endif
+            fasth_phases::watched = rank == 0;
+            Member<float> member(p, {members, rank, &meeting}, {V, d, 1}, shared, own[std::size_t(rank)]);
+            if (back)
+                member.backward({g, d, 1}, {out, d, 1}, kept, {dx, d, 1}, {dV, d, 1});
+            else
+                member.forward({x, d, 1}, {out, d, 1}, kept);
+        }
+    };
+    const int repetitions = int(std::max<Index>(5, 400 * 512 * 512 / (d * d)));
+    pass(false), pass(true);
+    for (const bool back : {false, true}) {
+        fasth_phases::cycles.fill(0);
+        const double t = seconds([&] { pass(back); }, repetitions) * 1e6;
+        double total = 0;
+        for (auto c : fasth_phases::cycles) total += double(c);
+        std::printf("%s, d = %td, %d threads: %.1f µs\n", back ? "backward" : "forward", d, members, t);
+        for (std::size_t i = 0; i < fasth_phases::count; ++i)
+            if (const double share = double(fasth_phases::cycles[i]) / total; share > 0)
+                std::printf("  %5.1f %%  %8.1f µs  %s\n", 100 * share, t * share, fasth_phases::names[i]);
+    }
+}

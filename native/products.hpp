@@ -1,0 +1,194 @@
+// The two kernels that everything else is made of: a small matrix product that keeps its result in registers, and a
+// transposition. Eigen's packets give them the widest registers that the compiler may use for this module.
+#pragma once
+
+#include <Eigen/Core>
+#include <algorithm>
+#include <cstddef>
+
+namespace fasth {
+
+using Index = std::ptrdiff_t;
+
+template <class T> using Packet = typename Eigen::internal::packet_traits<T>::type;
+template <class T> constexpr Index packet_size = Eigen::internal::unpacket_traits<Packet<T>>::size;
+
+constexpr Index padding = 16; // the columns of small matrices are rounded up to a multiple of this
+
+constexpr Index round_up(Index n, Index multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// How many rows of a result of so many packets fit into the registers, with room for the operands. Wide tiles load
+// least, so 6 × 4 is taken where there are columns enough.
+#if defined(EIGEN_VECTORIZE_AVX512) || defined(__aarch64__)
+constexpr int widest_tile = 4;
+constexpr int tile_rows(int columns) { return columns == 4 ? 6 : columns == 2 ? 12 : 16; }
+#else
+constexpr int widest_tile = 2;
+constexpr int tile_rows(int columns) { return columns == 2 ? 6 : 12; }
+#endif
+
+enum class Result { set, add, subtract, negative };
+
+template <class T> struct Matrix { // row-major, rows row_stride apart
+    T *data;
+    Index row_stride;
+};
+enum class Left { dense, strictly_lower, strictly_upper };
+
+// left · right over `inner`. The left factor is read one number at a time, so it may have any strides.
+template <class T> struct Term {
+    Index inner;
+    const T *left;
+    Index row_stride, column_stride;
+    Matrix<const T> right;
+    Left shape = Left::dense; // which part of the left factor is not zero
+};
+
+// out = base ± the sum of the terms, for rows × (columns packets), all of it in registers.
+template <class T, int rows, int columns, Result result, int terms>
+inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base, Matrix<T> out) {
+    using namespace Eigen::internal;
+    constexpr Index width = packet_size<T>;
+    Packet<T> sum[rows][columns];
+    for (auto &sums : sum)
+        for (auto &packet : sums) packet = pset1<Packet<T>>(T(0));
+    for (const Term<T> &t : term) {
+        const Index from = t.shape == Left::strictly_upper ? row + 1 : 0;
+        const Index to = t.shape == Left::strictly_lower ? std::min(t.inner, row + rows - 1) : t.inner;
+        const T *left = t.left + row * t.row_stride + from * t.column_stride;
+        const T *right = t.right.data + from * t.right.row_stride + column;
+        for (Index l = from; l < to; ++l, left += t.column_stride, right += t.right.row_stride) {
+            Packet<T> r[columns];
+            for (int c = 0; c < columns; ++c) r[c] = ploadu<Packet<T>>(right + c * width);
+            for (int i = 0; i < rows; ++i) {
+                const auto factor = pset1<Packet<T>>(left[i * t.row_stride]);
+                for (int c = 0; c < columns; ++c) sum[i][c] = pmadd(factor, r[c], sum[i][c]);
+            }
+        }
+    }
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < columns; ++c) {
+            auto value = sum[i][c];
+            const Index j = column + c * width;
+            if constexpr (result == Result::negative) value = pnegate(value);
+            if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
+            if constexpr (result == Result::subtract)
+                value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
+            pstoreu(out.data + (row + i) * out.row_stride + j, value);
+        }
+}
+
+template <class T, int columns, Result result, int terms, int rows = tile_rows(columns)>
+inline void tile_of(Index wanted, const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base, Matrix<T> out) {
+    if (wanted == rows) return tile<T, rows, columns, result>(term, row, column, base, out);
+    if constexpr (rows > 1) tile_of<T, columns, result, terms, rows - 1>(wanted, term, row, column, base, out);
+}
+
+// out = base ± Σ left · right. The number of columns is a multiple of the packet size.
+template <Result result, class T, int terms, int tile_columns = widest_tile>
+void product(Index rows, Index columns, const Term<T> (&term)[terms], Matrix<const T> base, Matrix<T> out, Index column = 0) {
+    constexpr Index width = tile_columns * packet_size<T>;
+    constexpr int most = tile_rows(tile_columns);
+    const Index tiles = (rows + most - 1) / most;
+    for (; column + width <= columns; column += width)
+        for (Index t = 0; t < tiles; ++t) {
+            const Index i = t * rows / tiles, count = (t + 1) * rows / tiles - i; // as even as can be
+            tile_of<T, tile_columns, result>(count, term, i, column, base, out);
+        }
+    if constexpr (tile_columns > 1)
+        if (column < columns) product<result, T, terms, tile_columns / 2>(rows, columns, term, base, out, column);
+}
+
+template <Result result, class T>
+void product(Index rows, Index columns, const Term<T> &term, Matrix<const T> base, Matrix<T> out) {
+    const Term<T> terms[1] = {term};
+    product<result, T, 1>(rows, columns, terms, base, out);
+}
+
+// A square of packets, loaded from rows `stride` apart and transposed.
+template <class T> using Square = Eigen::internal::PacketBlock<Packet<T>, packet_size<T>>;
+
+template <class T> inline void load_transposed(const T *from, Index stride, Square<T> &square) {
+    for (Index l = 0; l < packet_size<T>; ++l) square.packet[l] = Eigen::internal::ploadu<Packet<T>>(from + l * stride);
+    Eigen::internal::ptranspose(square);
+}
+#if defined(EIGEN_VECTORIZE_AVX512)
+// Loading rows 4 apart into the four quarters of a register leaves half of the shuffles to do.
+inline void load_transposed(const float *from, Index stride, Square<float> &square) {
+    for (int c = 0; c < 16; c += 4) {
+        __m512 r[4];
+        for (int i = 0; i < 4; ++i) {
+            const float *const row = from + i * stride + c;
+            r[i] = _mm512_castps128_ps512(_mm_loadu_ps(row));
+            r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps(row + 4 * stride), 1);
+            r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps(row + 8 * stride), 2);
+            r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps(row + 12 * stride), 3);
+        }
+        const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1]));
+        const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1]));
+        const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(r[2], r[3]));
+        const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(r[2], r[3]));
+        square.packet[c] = _mm512_castpd_ps(_mm512_unpacklo_pd(low01, low23));
+        square.packet[c + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low01, low23));
+        square.packet[c + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high01, high23));
+        square.packet[c + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high01, high23));
+    }
+}
+#endif
+
+// to = fromᵀ, where rows and columns of `from` are multiples of the packet size.
+template <class T> void transpose(Index rows, Index columns, Matrix<const T> from, Matrix<T> to) {
+    constexpr Index width = packet_size<T>;
+    for (Index i = 0; i < rows; i += width)
+        for (Index j = 0; j < columns; j += width) {
+            Square<T> square;
+            load_transposed(from.data + i * from.row_stride + j, from.row_stride, square);
+            for (Index l = 0; l < width; ++l) Eigen::internal::pstoreu(to.data + (j + l) * to.row_stride + i, square.packet[l]);
+        }
+}
+
+// to = from, for whole packets.
+template <class T> inline void copy(Index rows, Index columns, Matrix<const T> from, Matrix<T> to) {
+    constexpr Index width = packet_size<T>;
+    for (Index i = 0; i < rows; ++i)
+        for (Index j = 0; j < columns; j += width)
+            Eigen::internal::pstoreu(to.data + i * to.row_stride + j,
+                                     Eigen::internal::ploadu<Packet<T>>(from.data + i * from.row_stride + j));
+}
+
+// The inverse of an upper triangular square of size `padding`, of which the strict upper half is in B and the inverse of
+// the diagonal in `diagonal`. A finished row goes into all that are not: that many independent sums.
+template <class T> inline void invert_square(Matrix<const T> B, const T *diagonal, Matrix<T> out) {
+    using namespace Eigen::internal;
+    constexpr Index width = packet_size<T>, packets = padding / width;
+    Packet<T> rows[padding][packets];
+    for (Index i = 0; i < padding; ++i)
+        for (Index c = 0; c < packets; ++c) {
+            T unit[width] = {};
+            if (i / width == c) unit[i % width] = T(1);
+            rows[i][c] = ploadu<Packet<T>>(unit);
+        }
+#pragma GCC unroll 16
+    for (Index j = padding - 1; j >= 0; --j) {
+        const auto inverse = pset1<Packet<T>>(diagonal[j]);
+        for (Index c = 0; c < packets; ++c) {
+            rows[j][c] = pmul(rows[j][c], inverse);
+            pstoreu(out.data + j * out.row_stride + c * width, rows[j][c]);
+        }
+#pragma GCC unroll 16
+        for (Index i = 0; i < j; ++i) {
+            const auto factor = pset1<Packet<T>>(-B.data[i * B.row_stride + j]);
+            for (Index c = 0; c < packets; ++c) rows[i][c] = pmadd(factor, rows[j][c], rows[i][c]);
+        }
+    }
+}
+
+// Asks for memory ahead of its use.
+template <bool to_write, class T> inline void prefetch(const T *data, Index rows, Index row_stride, Index width) {
+#if defined(__GNUC__)
+    for (Index i = 0; i < rows; ++i)
+        for (Index c = 0; c < width; c += 64 / Index(sizeof(T))) __builtin_prefetch(data + i * row_stride + c, to_write, 2);
+#endif
+}
+
+} // namespace fasth

@@ -1,0 +1,203 @@
+"""The compiled CPU core behind the same signature: which one to load, when it serves, and its autograd Function."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fasth.reflections import blocked
+
+LEVELS = ("baseline", "avx2", "avx512")
+FULL, TRIANGULAR, COMPACT = range(3)  # Kind in native/reflections.hpp
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def machine_level() -> str:
+    """The highest instruction set that this machine and torch agree on."""
+    return {"AVX2": "avx2", "AVX512": "avx512"}.get(torch.backends.cpu.get_cpu_capability(), "baseline")
+
+
+def available_levels() -> list[str]:
+    """The levels that are both built and usable here, lowest first."""
+    return [level for level in LEVELS[: LEVELS.index(machine_level()) + 1] if _spec(level)]
+
+
+@functools.cache
+def core() -> ModuleType | None:
+    """The module for this machine, loaded when first asked for, or None: not built, or ``FASTH_CORE=off``.
+
+    ``FASTH_ISA`` picks a lower instruction set.
+    """
+    if os.environ.get("FASTH_CORE", "on").lower() in ("off", "0", "false", "no"):
+        return None
+    levels = available_levels()
+    wanted = os.environ.get("FASTH_ISA")
+    if wanted:
+        if wanted not in levels:
+            raise ValueError(
+                f"FASTH_ISA should be one of {levels}, which this machine and this build have; got {wanted!r}"
+            )
+        levels = [wanted]
+    return load(levels[-1]) if levels else None
+
+
+def load(level: str) -> ModuleType:
+    """The core for one instruction set. It is loaded after torch, and so shares torch's thread pool."""
+    spec = _spec(level)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"the core for {level} is not built")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _spec(level: str) -> Any:
+    import fasth
+
+    directory = os.environ.get("FASTH_CORE_DIR")
+    return PathFinder.find_spec(f"fasth._core_{level}", [directory] if directory else list(fasth.__path__))
+
+
+def usable(x: Tensor, V: Tensor) -> bool:
+    """Whether the core takes this: eager work on plain float32 or float64 CPU tensors, watched by nobody."""
+    return (
+        x.is_cpu
+        and V.is_cpu
+        and x.dtype in (torch.float32, torch.float64)
+        and type(x) in _PLAIN
+        and type(V) in _PLAIN
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and forward_ad._current_level < 0
+        and not torch._C._is_tracing()
+        and core() is not None
+    )
+
+
+def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
+    """x Qᵀ, or x Q if ``transpose``.  x: (*, d) and V: (r, d), or x: (B, m, d) and V: (B, r, d) → the shape of x."""
+    return _Householder.apply(x, V, transpose, TRIANGULAR if triangular else FULL, block_size)
+
+
+def compact(x: Tensor, matrix: Tensor, *, lower: bool, transpose: bool, block_size: int) -> Tensor:
+    """The same with the compact reflectors on one side of a matrix: above its diagonal as rows, below it as columns."""
+    return _Householder.apply(x, matrix.mT if lower else matrix, transpose, COMPACT, block_size)
+
+
+class _Householder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int) -> Tensor:
+        module = core()
+        needs_x, needs_V, *_ = ctx.needs_input_grad
+        x, V = _readable(x), _readable(V)
+        rows, reflectors = _with_batch(x, V), _with_batch(V, V)
+        B, m, d = rows.shape
+        kept_size, forward, _ = _functions(module, x.dtype)
+        problem = m, V.shape[-2], d, kind, transpose, block_size
+        kept, with_states = None, False
+        if needs_x or needs_V:
+            # V and the output are kept anyway. The rest may take as much again.
+            room = x.numel() + V.numel()
+            with_states = needs_V and B * kept_size(*problem, True) <= room
+            size = B * kept_size(*problem, with_states)
+            kept = torch.empty(size, dtype=x.dtype) if size <= room else None
+        out = torch.empty(x.shape, dtype=x.dtype)
+        forward(
+            *problem,
+            B,
+            torch.get_num_threads(),
+            rows.data_ptr(),
+            rows.stride(),
+            reflectors.data_ptr(),
+            reflectors.stride(),
+            out.data_ptr(),
+            0 if kept is None else kept.data_ptr(),
+            with_states,
+        )
+        if needs_x or needs_V:
+            ctx.problem, ctx.with_states = problem, with_states
+            ctx.save_for_backward(V, out if needs_V else None, kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        V, out, kept = ctx.saved_tensors
+        needs_x, needs_V, *_ = ctx.needs_input_grad
+        *_, kind, transpose, block_size = ctx.problem
+        if torch.is_grad_enabled() or type(g) is not Tensor:  # a second derivative is to follow: on the PyTorch path
+            dx, dV = _differentiable_gradients(g, out, V, transpose, kind, block_size, needs_x, needs_V)
+            return dx, dV, None, None, None
+        *_, backward = _functions(core(), g.dtype)
+        gradient, reflectors = _with_batch(_readable(g), V), _with_batch(V, V)
+        dx = torch.empty(g.shape, dtype=g.dtype) if needs_x else None
+        dV = None
+        if needs_V:
+            dV = torch.zeros_like(V) if kind == COMPACT else torch.empty_like(V)
+        backward(
+            *ctx.problem,
+            gradient.shape[0],
+            torch.get_num_threads(),
+            gradient.data_ptr(),
+            gradient.stride(),
+            0 if out is None else out.data_ptr(),
+            reflectors.data_ptr(),
+            reflectors.stride(),
+            0 if kept is None else kept.data_ptr(),
+            ctx.with_states,
+            0 if dx is None else dx.data_ptr(),
+            0 if dV is None else dV.data_ptr(),
+            (0, 0, 0) if dV is None else _with_batch(dV, V).stride(),
+        )
+        return dx, dV, None, None, None
+
+
+def _differentiable_gradients(
+    g: Tensor,
+    out: Tensor | None,
+    V: Tensor,
+    transpose: bool,
+    kind: int,
+    block_size: int,
+    needs_x: bool,
+    needs_V: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    reflectors = V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype) if kind == COMPACT else V
+    dx, dV = blocked.gradients(
+        _with_batch(g, V),
+        _with_batch(g if out is None else out, V),
+        reflectors if V.ndim == 3 else reflectors.unsqueeze(0),
+        transpose,
+        kind != FULL,
+        block_size,
+        needs_x,
+        needs_V,
+    )
+    if kind == COMPACT and dV is not None:
+        dV = dV.triu(1)
+    return None if dx is None else dx.reshape(g.shape), None if dV is None else dV.reshape(V.shape)
+
+
+def _functions(module: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    if dtype == torch.float32:
+        return module.kept_size_float32, module.forward_float32, module.backward_float32
+    return module.kept_size_float64, module.forward_float64, module.backward_float64
+
+
+def _with_batch(t: Tensor, V: Tensor) -> Tensor:
+    """(B, rows, d): if V has no batch, all of t is rows of a batch of one."""
+    return t if V.ndim == 3 else t.unsqueeze(0) if t.ndim == 2 else t.reshape(1, -1, t.shape[-1])
+
+
+def _readable(t: Tensor) -> Tensor:
+    """The core reads memory as it lies there."""
+    return t.resolve_neg() if t.is_neg() else t
