@@ -27,7 +27,7 @@ constexpr int widest_tile = 2;
 constexpr int tile_rows(int columns) { return columns == 2 ? 6 : 12; }
 #endif
 
-enum class Result { set, add, subtract, negative };
+enum class Result { set, add, subtract, negative, negative_streamed };
 
 template <class T> struct Matrix { // row-major, rows row_stride apart
     T *data;
@@ -43,6 +43,29 @@ template <class T> struct Term {
     Matrix<const T> right;
     Left shape = Left::dense; // which part of the left factor is not zero
 };
+
+// Stores past the caches, which saves reading first what is overwritten: for results too large to stay in them. The
+// address must be a multiple of the packet's size, and a fence must follow before another thread reads.
+template <class T> inline void stream(T *to, const Packet<T> &value) {
+#if defined(EIGEN_VECTORIZE_AVX512)
+    if constexpr (sizeof(T) == 4)
+        _mm512_stream_ps(to, value);
+    else
+        _mm512_stream_pd(to, value);
+#elif defined(EIGEN_VECTORIZE_AVX)
+    if constexpr (sizeof(T) == 4)
+        _mm256_stream_ps(to, value);
+    else
+        _mm256_stream_pd(to, value);
+#else
+    Eigen::internal::pstoreu(to, value);
+#endif
+}
+inline void fence() {
+#if defined(EIGEN_VECTORIZE_AVX)
+    _mm_sfence();
+#endif
+}
 
 // out = base ± the sum of the terms, for rows × (columns packets), all of it in registers.
 template <class T, int rows, int columns, Result result, int terms>
@@ -70,11 +93,15 @@ inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<c
         for (int c = 0; c < columns; ++c) {
             auto value = sum[i][c];
             const Index j = column + c * width;
-            if constexpr (result == Result::negative) value = pnegate(value);
+            if constexpr (result == Result::negative || result == Result::negative_streamed) value = pnegate(value);
             if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
             if constexpr (result == Result::subtract)
                 value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
-            pstoreu(out.data + (row + i) * out.row_stride + j, value);
+            T *const target = out.data + (row + i) * out.row_stride + j;
+            if constexpr (result == Result::negative_streamed)
+                stream(target, value);
+            else
+                pstoreu(target, value);
         }
 }
 

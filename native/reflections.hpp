@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <new>
 #include <thread>
@@ -254,7 +255,7 @@ template <class T> class Member {
                     const T *const after = state ? state + (q - first) * p.m * W : shared.rows[1] + q * p.m * W;
                     if (q + team.size < panels) {
                         if (state) prefetch<false>(after + team.size * p.m * W, p.m, W, W);
-                        if (dV.column_stride == 1)
+                        if (dV.column_stride == 1 && !streams(dV))
                             prefetch<true>(&dV(block * p.k, (q + team.size) * W), kb, dV.row_stride, W);
                     }
                     gradient_of_panel(block, q, Z, R, g, after, dV);
@@ -271,6 +272,7 @@ template <class T> class Member {
         }
         if (dV.data && p.kind == Kind::triangular) clear(dV, p.reflectors(), p.r, p.d);
         if (dx.data) for_panels(0, [&](Index q) { store(shared.rows[0] + q * p.m * W, q, dx); });
+        fence();
     }
 
   private:
@@ -485,8 +487,11 @@ template <class T> class Member {
                                   {p.m, Z, 1, kp, {g + skip, W}},
                                   {p.m, R, 1, kp, {after + skip, W}}};
         const bool scaled = std::any_of(own.scale, own.scale + kb, [](T s) { return s != T(1); });
-        if (at.whole(W) && dV.column_stride == 1 && !scaled) // the usual case, in place
-            return product<Result::negative, T>(kb, W, terms, {nullptr, 0}, {&dV(at.row, at.column), dV.row_stride});
+        if (at.whole(W) && dV.column_stride == 1 && !scaled) { // the usual case, in place
+            const Matrix<T> place{&dV(at.row, at.column), dV.row_stride};
+            return streams(dV) ? product<Result::negative_streamed, T>(kb, W, terms, {nullptr, 0}, place)
+                               : product<Result::negative, T>(kb, W, terms, {nullptr, 0}, place);
+        }
         product<Result::negative, T>(kb, W - skip, terms, {nullptr, 0}, {dY + skip, W});
         for (Index j = 0; j < kb; ++j)
             if (own.scale[j] != T(1))
@@ -511,11 +516,20 @@ template <class T> class Member {
                 for (Index c = 0; c < at.start(j); ++c) dV(at.row + j, at.column + c) = T(0);
     }
 
+    // Whether the gradient of V is so large that it would leave the caches before anybody reads it.
+    bool streams(const Strided<T> &dV) const {
+        constexpr Index line = 64;
+        return p.r * p.d * Index(sizeof(T)) >= (Index(4) << 20) && dV.column_stride == 1 && p.d % W == 0 &&
+               dV.row_stride * Index(sizeof(T)) % line == 0 && reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
+    }
+
     // Zeros in dV: rows `from` to `to`, columns before `end`; the members share the rows.
     void clear(Strided<T> dV, Index from, Index to, Index end) const {
         FASTH_PHASE(clear);
         for (Index i = from + team.rank; i < to; i += team.size) {
-            if (dV.column_stride == 1)
+            if (streams(dV))
+                for (Index c = 0; c < end; c += packet_size<T>) stream(&dV(i, c), Eigen::internal::pset1<Packet<T>>(T(0)));
+            else if (dV.column_stride == 1)
                 std::memset(&dV(i, 0), 0, sizeof(T) * std::size_t(end));
             else
                 for (Index c = 0; c < end; ++c) dV(i, c) = T(0);

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasth.reflections import native
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the tests run, for example cuda")
@@ -12,6 +14,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
+
+
+PATHS = ["pytorch", *native.available_levels()]
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way to compute: in PyTorch, and on the compiled core for every instruction set that this machine has."""
+    module = None if request.param == "pytorch" else native.load(request.param)
+    monkeypatch.setattr(native, "core", lambda: module)
+    return request.param
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

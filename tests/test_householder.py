@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
 
 from fasth import householder
-from fasth.reflections import blocked
+from fasth.reflections import blocked, householder_compact
 
 by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+pytestmark = pytest.mark.usefixtures("path")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 
 
@@ -57,6 +58,32 @@ def test_every_block_size_gives_the_same(block_size, direction, device):
     expected = with_gradients(from_definition, x, V, **direction)
     actual = with_gradients(householder, x, V, block_size=block_size, **direction)
     assert_all_close(actual, expected, V)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (5, 12), (12, 5), (70, 70), (150, 100), (100, 150)], ids=str)
+@pytest.mark.parametrize("lower", [False, True], ids=["upper", "lower"])
+@pytest.mark.parametrize("transpose", [False, True], ids=["Q", "transpose"])
+def test_compact_reflectors_on_one_side_of_a_matrix(shape, lower, transpose, precise, device):
+    matrix = torch.randn(shape, dtype=precise, device=device).div_(shape[0] ** 0.5).requires_grad_()
+    x = torch.randn(7, shape[0 if lower else 1], dtype=precise, device=device, requires_grad=True)
+
+    def definition(x, matrix):
+        V = (matrix.mT if lower else matrix).triu(1)
+        V = V + torch.eye(*V.shape, dtype=V.dtype, device=V.device)
+        return from_definition(x, V, transpose=transpose, triangular=True)
+
+    expected = with_gradients(definition, x, matrix)
+    actual = with_gradients(householder_compact, x, matrix, lower=lower, transpose=transpose)
+    assert_all_close(actual[:2], expected[:2], matrix)
+    assert_close(actual[2], expected[2], expected[0].norm() * expected[1].norm(), max(shape))
+    other_side = actual[2].triu() if lower else actual[2].tril()
+    assert not other_side.any()
+
+
+def test_compact_reflectors_have_second_derivatives(device):
+    matrix = torch.randn(6, 6, dtype=torch.float64, device=device, requires_grad=True)
+    x = torch.randn(3, 6, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, m: householder_compact(x, m, lower=True), (x, matrix), fast_mode=True)
 
 
 def saved_bytes(function) -> int:
@@ -122,7 +149,7 @@ def test_no_loop_over_single_reflections(device):
     assert calls(512) - calls(128) <= 2 * 12  # two more halvings, of a handful of operations each
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shape_stride_scale_and_dtype(data, device):
     draw = data.draw

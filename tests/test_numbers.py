@@ -10,6 +10,7 @@ from scipy.linalg import lapack
 
 from fasth import householder
 
+pytestmark = pytest.mark.usefixtures("path")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fasth.reflections import blocked, native
 from fasth.reflections.tuning import default_block_size, materialising_pays
 
-__all__ = ["householder"]
+__all__ = ["householder", "householder_compact"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -48,11 +48,35 @@ def householder(
         >>> torch.allclose(householder(y, V, transpose=True), x, atol=1e-5)
         True
     """
-    x, V = _checked(x, V, block_size)
-    if _autocast(x):  # inside, it would take the precision of the products, and with it Q's orthogonality
+    _check(x, V, block_size)
+    if _autocast(x):
+        # Inside, it would take the precision of the products, and with it Q's orthogonality.
         with torch.autocast(x.device.type, enabled=False):
-            return _householder(x, V, transpose, triangular, block_size)
+            return _householder(x.to(V.dtype), V, transpose, triangular, block_size)
     return _householder(x, V, transpose, triangular, block_size)
+
+
+def householder_compact(
+    x: Tensor, matrix: Tensor, *, lower: bool = False, transpose: bool = False, block_size: int | None = None
+) -> Tensor:
+    """``householder`` with compact reflectors, read from one side of a matrix that two products may share.
+
+    Row i of V is zero left of column i and 1 in it. What follows is row i of ``matrix`` right of its diagonal, or, if
+    ``lower``, column i below it. The diagonal and the other side are not read, and get no gradient.
+
+    Args:
+        x: (*, d) with d the length of the matrix's rows, or of its columns if ``lower``.
+        matrix: (n, m), of any strides: it is read in place, as min(n, m) reflectors.
+    """
+    if matrix.ndim != 2:
+        raise ValueError(f"`matrix` should have two dimensions; got shape {_shape(matrix)}")
+    V = matrix.mT if lower else matrix
+    _check(x, V, block_size)
+    if native.usable(x, V):
+        k = min(block_size or default_block_size(min(V.shape)), max(V.shape[0], 1))
+        return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
+    unit = torch.eye(*V.shape, dtype=V.dtype, device=V.device)
+    return householder(x, V.triu(1) + unit, transpose=transpose, triangular=True, block_size=block_size)
 
 
 def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
@@ -69,18 +93,21 @@ def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_
 def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
     k = min(block_size or default_block_size(V.shape[-2]), max(V.shape[-2], 1))
     on_core = native.usable(x, V)
+    kind = native.TRIANGULAR if triangular else native.FULL
     if on_core and V.ndim == 2:
-        return native.householder(x, V, transpose=transpose, triangular=triangular, block_size=k)
+        return native.householder(x, V, transpose=transpose, kind=kind, block_size=k)
     rows, reflectors, shape = _batched(x, V)
-    path = native.householder if on_core else blocked.householder
-    out = path(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
+    if on_core:
+        out = native.householder(rows, reflectors, transpose=transpose, kind=kind, block_size=k)
+    else:
+        out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
     return out.reshape(shape)
 
 
-def _checked(x: Tensor, V: Tensor, block_size: int | None) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("x", x), ("V", V)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"`{name}` should be a tensor; got {type(tensor).__name__}")
+def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:
+    if not (isinstance(x, Tensor) and isinstance(V, Tensor)):
+        name, wrong = ("V", V) if isinstance(x, Tensor) else ("x", x)
+        raise TypeError(f"`{name}` should be a tensor; got {type(wrong).__name__}")
     if V.ndim < 2:
         raise ValueError(f"`V` should have shape (r, d) or (*b, r, d), one reflector a row; got {_shape(V)}")
     d = V.shape[-1]
@@ -90,19 +117,16 @@ def _checked(x: Tensor, V: Tensor, block_size: int | None) -> tuple[Tensor, Tens
         raise ValueError(f"`x` should have last dimension {d} to match `V` of shape {_shape(V)}; got {_shape(x)}")
     if x.device != V.device:
         raise ValueError(f"`x` and `V` should be on one device; got {x.device} and {V.device}")
-    if _autocast(x) and x.is_floating_point():
-        x = x.to(V.dtype)
-    for name, tensor in (("x", x), ("V", V)):
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"`{name}` should be float32, float64, bfloat16 or float16; got {tensor.dtype}")
-    if x.dtype != V.dtype:
+    if x.dtype not in _DTYPES or V.dtype not in _DTYPES:
+        name, wrong = ("V", V) if x.dtype in _DTYPES else ("x", x)
+        raise TypeError(f"`{name}` should be float32, float64, bfloat16 or float16; got {wrong.dtype}")
+    if x.dtype != V.dtype and not _autocast(x):
         raise TypeError(f"`x` and `V` should have one dtype; got {x.dtype} and {V.dtype}")
     if block_size is not None:
         if not isinstance(block_size, int) or isinstance(block_size, bool):
             raise TypeError(f"`block_size` should be an int or None; got {type(block_size).__name__}")
         if block_size < 1:
             raise ValueError(f"`block_size` should be at least 1; got {block_size}")
-    return x, V
 
 
 def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -125,8 +149,7 @@ def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
 
 
 def _autocast(t: Tensor) -> bool:
-    kind = t.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(t.device.type)
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:

@@ -80,53 +80,51 @@ def usable(x: Tensor, V: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0
         and not torch._C._is_tracing()
+        and not x.is_neg()
+        and not V.is_neg()
         and core() is not None
     )
 
 
-def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
-    """x Qᵀ, or x Q if ``transpose``.  x: (*, d) and V: (r, d), or x: (B, m, d) and V: (B, r, d) → the shape of x."""
-    return _Householder.apply(x, V, transpose, TRIANGULAR if triangular else FULL, block_size)
+def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
+    """x Qᵀ, or x Q if ``transpose``.  x: (*, d) and V: (r, d), or x: (B, m, d) and V: (B, r, d) → the shape of x.
 
-
-def compact(x: Tensor, matrix: Tensor, *, lower: bool, transpose: bool, block_size: int) -> Tensor:
-    """The same with the compact reflectors on one side of a matrix: above its diagonal as rows, below it as columns."""
-    return _Householder.apply(x, matrix.mT if lower else matrix, transpose, COMPACT, block_size)
+    V is FULL, TRIANGULAR or COMPACT; it may have any strides, and is read where it lies.
+    """
+    return _Householder.apply(x, V, transpose, kind, block_size)
 
 
 class _Householder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int) -> Tensor:
-        module = core()
+        kept_size, forward, _ = _functions(core(), x.dtype)
         needs_x, needs_V, *_ = ctx.needs_input_grad
-        x, V = _readable(x), _readable(V)
-        rows, reflectors = _with_batch(x, V), _with_batch(V, V)
-        B, m, d = rows.shape
-        kept_size, forward, _ = _functions(module, x.dtype)
-        problem = m, V.shape[-2], d, kind, transpose, block_size
+        x = _in_rows(x, V)
+        B, m, x_strides = _batch_rows_strides(x, V)
+        r, d = V.shape[-2:]
+        problem = m, r, d, kind, transpose, block_size
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         kept, with_states = None, False
         if needs_x or needs_V:
             # V and the output are kept anyway. The rest may take as much again.
             room = x.numel() + V.numel()
             with_states = needs_V and B * kept_size(*problem, True) <= room
             size = B * kept_size(*problem, with_states)
-            kept = torch.empty(size, dtype=x.dtype) if size <= room else None
-        out = torch.empty(x.shape, dtype=x.dtype)
+            kept = x.new_empty(size) if size <= room else None
+            ctx.problem, ctx.with_states = problem, with_states
+            ctx.save_for_backward(V, out if needs_V else None, kept)
         forward(
             *problem,
             B,
             torch.get_num_threads(),
-            rows.data_ptr(),
-            rows.stride(),
-            reflectors.data_ptr(),
-            reflectors.stride(),
+            x.data_ptr(),
+            x_strides,
+            V.data_ptr(),
+            _batch_rows_strides(V, V)[2],
             out.data_ptr(),
             0 if kept is None else kept.data_ptr(),
             with_states,
         )
-        if needs_x or needs_V:
-            ctx.problem, ctx.with_states = problem, with_states
-            ctx.save_for_backward(V, out if needs_V else None, kept)
         return out
 
     @staticmethod
@@ -134,29 +132,32 @@ class _Householder(torch.autograd.Function):
         V, out, kept = ctx.saved_tensors
         needs_x, needs_V, *_ = ctx.needs_input_grad
         *_, kind, transpose, block_size = ctx.problem
-        if torch.is_grad_enabled() or type(g) is not Tensor:  # a second derivative is to follow: on the PyTorch path
+        if (
+            torch.is_grad_enabled() or type(g) is not Tensor or g.is_neg()
+        ):  # a second derivative is to follow: on the PyTorch path
             dx, dV = _differentiable_gradients(g, out, V, transpose, kind, block_size, needs_x, needs_V)
             return dx, dV, None, None, None
         *_, backward = _functions(core(), g.dtype)
-        gradient, reflectors = _with_batch(_readable(g), V), _with_batch(V, V)
-        dx = torch.empty(g.shape, dtype=g.dtype) if needs_x else None
+        g = _in_rows(g, V)
+        B, _, g_strides = _batch_rows_strides(g, V)
+        dx = torch.empty_like(g, memory_format=torch.contiguous_format) if needs_x else None
         dV = None
         if needs_V:
             dV = torch.zeros_like(V) if kind == COMPACT else torch.empty_like(V)
         backward(
             *ctx.problem,
-            gradient.shape[0],
+            B,
             torch.get_num_threads(),
-            gradient.data_ptr(),
-            gradient.stride(),
+            g.data_ptr(),
+            g_strides,
             0 if out is None else out.data_ptr(),
-            reflectors.data_ptr(),
-            reflectors.stride(),
+            V.data_ptr(),
+            _batch_rows_strides(V, V)[2],
             0 if kept is None else kept.data_ptr(),
             ctx.with_states,
             0 if dx is None else dx.data_ptr(),
             0 if dV is None else dV.data_ptr(),
-            (0, 0, 0) if dV is None else _with_batch(dV, V).stride(),
+            (0, 0, 0) if dV is None else _batch_rows_strides(dV, V)[2],
         )
         return dx, dV, None, None, None
 
@@ -172,9 +173,10 @@ def _differentiable_gradients(
     needs_V: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     reflectors = V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype) if kind == COMPACT else V
+    rows, after = (t if V.ndim == 3 else t.reshape(1, -1, t.shape[-1]) for t in (g, g if out is None else out))
     dx, dV = blocked.gradients(
-        _with_batch(g, V),
-        _with_batch(g if out is None else out, V),
+        rows,
+        after,
         reflectors if V.ndim == 3 else reflectors.unsqueeze(0),
         transpose,
         kind != FULL,
@@ -193,11 +195,13 @@ def _functions(module: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     return module.kept_size_float64, module.forward_float64, module.backward_float64
 
 
-def _with_batch(t: Tensor, V: Tensor) -> Tensor:
-    """(B, rows, d): if V has no batch, all of t is rows of a batch of one."""
-    return t if V.ndim == 3 else t.unsqueeze(0) if t.ndim == 2 else t.reshape(1, -1, t.shape[-1])
+def _batch_rows_strides(t: Tensor, V: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """How t lies in memory as (B, rows, d). If V has no batch, all of t is rows, and B is 1."""
+    if t.ndim == V.ndim:
+        return (t.shape[0], t.shape[1], t.stride()) if t.ndim == 3 else (1, t.shape[0], (0, *t.stride()))
+    return 1, t.numel() // t.shape[-1], (0, t.shape[-1], 1)  # contiguous: _in_rows saw to that
 
 
-def _readable(t: Tensor) -> Tensor:
-    """The core reads memory as it lies there."""
-    return t.resolve_neg() if t.is_neg() else t
+def _in_rows(t: Tensor, V: Tensor) -> Tensor:
+    """t in memory such that three strides describe it."""
+    return t if t.ndim == V.ndim else t.contiguous()

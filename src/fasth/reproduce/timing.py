@@ -5,21 +5,18 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fasth
+from fasth.environment import describe
 from fasth.reproduce.methods import Case
 
 Progress = Callable[[int, int, str], None]  # turns taken, turns in all, what comes next
@@ -218,36 +215,19 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-_INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 _COMPARED = ("geotorch", "torch-householder", "nflows")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """The machine and the versions, to stand beside the numbers."""
-    cpu = _cpuinfo()
-    flags = cpu.get("flags", cpu.get("Features", "")).split()
+    """The machine, the core and the versions, to stand beside the numbers."""
+    found = describe()
+    compared = {name: version for name in _COMPARED if (version := _version(name))}
     return {
+        **found,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "instructions": [flag for flag in _INSTRUCTIONS if flag in flags],
-        "system": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "fasth": fasth.__version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            **{name: version for name in _COMPARED if (version := _version(name))},
-        },
+        "versions": {**found["versions"], **compared},
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first processor."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(errors="replace").split("\n\n")[0] if path.exists() else ""
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
 
 
 def _version(package: str) -> str | None:

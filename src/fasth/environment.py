@@ -1,0 +1,48 @@
+"""The machine, the versions and the core in use: what ``fasth info`` prints and every benchmark writes down."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fasth
+from fasth.reflections import native
+
+_SETTINGS = ("FASTH_CORE", "FASTH_ISA", "FASTH_CORE_DIR")
+_INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
+
+
+def describe() -> dict[str, Any]:
+    """Everything that JSON can hold of what decides how fast this process computes.
+
+    ``core`` is the instruction set of the compiled core in use, "off" or "not built"; the levels are those that were
+    built and those that this machine has.
+    """
+    core = native.core()
+    built = [level for level in native.LEVELS if native._spec(level)]
+    highest = native.LEVELS.index(native.machine_level())
+    cpu = _processor()
+    flags = cpu.get("flags", cpu.get("Features", "")).split()
+    return {
+        "versions": {"fasth": fasth.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+        "core": core.isa if core else "off" if built else "not built",
+        "openmp": core.openmp if core else None,
+        "levels": {"built": built, "machine": list(native.LEVELS[: highest + 1])},
+        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+        "threads": torch.get_num_threads(),
+        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "instructions": [flag for flag in _INSTRUCTIONS if flag in flags],
+        "system": platform.platform(),
+    }
+
+
+def _processor() -> dict[str, str]:
+    """What Linux says of the first processor."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(errors="replace").split("\n\n")[0] if path.exists() else ""
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}

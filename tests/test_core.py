@@ -1,0 +1,398 @@
+"""The compiled core itself: threads, processes, memory, and which tensors it leaves to PyTorch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from problems import DIRECTIONS, Problem, assert_all_close, from_definition, with_gradients
+from processes import script
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fasth import householder
+from fasth.reflections import native
+
+pytestmark = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+can_fork = pytest.mark.skipif(sys.platform != "linux", reason="fork is the way to start a process only on Linux")
+
+each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
+
+# All wider than a panel, so that there is work for more than one thread.
+SHARED = [
+    Problem("square", (5, 200), (200, 200)),
+    Problem("ragged", (33, 333), (150, 333), 16),
+    Problem("r > d", (3, 150), (200, 150), 32),
+    Problem("short and long reflectors", (4, 200), (200, 200), of_V=lambda V: V * 10.0 ** -torch.arange(200)[:, None]),
+    Problem("a batch of fewer than threads", (3, 4, 150), (3, 60, 150), 16),
+    Problem("a batch of more than threads", (7, 4, 150), (7, 60, 150), 16),
+]
+by_name = pytest.mark.parametrize("problem", SHARED, ids=lambda problem: problem.name)
+
+
+@pytest.fixture
+def set_threads():
+    """``torch.set_num_threads``, undone afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# Threads.
+
+
+@by_name
+@each_direction
+def test_any_number_of_threads_gives_the_same(problem, direction, precise, set_threads):
+    x, V = problem.draw(precise, "cpu")
+
+    def result(threads: int):
+        set_threads(threads)
+        return with_gradients(householder, x, V, block_size=problem.block_size, **direction)
+
+    expected = result(1)
+    for threads in (2, 3, 5):
+        assert_all_close(result(threads), expected, V.triu() if direction["triangular"] else V)
+
+
+def test_backward_may_run_on_more_or_fewer_threads_than_forward(set_threads):
+    x, V = SHARED[0].draw(torch.float64, "cpu")
+    expected = with_gradients(from_definition, x, V)
+    for forward, backward in ((1, 3), (3, 1), (2, 5)):
+        set_threads(forward)
+        out = householder(x, V)
+        set_threads(backward)
+        assert_all_close(with_gradients(lambda *_, out=out: out, x, V), expected, V)
+
+
+def test_several_python_threads_at_once(set_threads):
+    set_threads(2)
+    problems = [SHARED[0], SHARED[1], SHARED[2], SHARED[4]]
+    drawn = [problem.draw(torch.float64, "cpu") for problem in problems]
+    expected = [with_gradients(from_definition, x, V) for x, V in drawn]
+    start = threading.Barrier(len(drawn))
+
+    def results(x, V):
+        start.wait()
+        return [with_gradients(householder, x, V, block_size=16) for _ in range(20)]
+
+    with ThreadPoolExecutor(len(drawn)) as pool:
+        for (_, V), wanted, repeated in zip(drawn, expected, pool.map(results, *zip(*drawn, strict=True)), strict=True):
+            for actual in repeated:
+                assert_all_close(actual, wanted, V)
+
+
+def test_the_first_use_may_be_from_several_threads():
+    script("""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from fasth import householder
+
+x, V, start = torch.randn(4, 200), torch.randn(200, 200), threading.Barrier(4)
+with ThreadPoolExecutor(4) as pool:
+    first, *others = pool.map(lambda _: start.wait() < 4 and householder(x, V), range(4))
+for other in others:
+    torch.testing.assert_close(other, first)
+""")
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_other_python_threads_run_meanwhile(what, set_threads):
+    """Longer and longer calls, until another thread was seen to run in the middle of one: if ours kept Python's lock,
+    it never would be."""
+    set_threads(1)
+    seen, stop = [], threading.Event()
+
+    def watch():
+        while not stop.wait(1e-3):
+            seen.append(time.perf_counter())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        rows, seconds = 64, 0.0
+        while seconds < 3:
+            x, V = torch.randn(1, rows, 512, requires_grad=True), torch.randn(1, 512, 512)
+            out = householder(x, V)
+            seen.clear()
+            start = time.perf_counter()
+            householder(x, V) if what == "forward" else out.backward(torch.ones_like(out))
+            seconds = time.perf_counter() - start
+            if any(0.2 < (moment - start) / seconds < 0.8 for moment in seen):
+                return
+            rows *= 2
+    finally:
+        stop.set()
+        watcher.join()
+    pytest.fail(f"no other thread ran during a call of {seconds:.1f} s")
+
+
+@linux_only
+def test_shares_the_threads_of_torch():
+    script("""
+import os, re, torch
+from fasth import householder
+from fasth.reflections import native
+
+torch.set_num_threads(2)
+torch.randn(1000, 1000).exp()
+before = set(os.listdir("/proc/self/task"))
+householder(torch.randn(4, 500), torch.randn(500, 500))
+maps = open("/proc/self/maps").read()
+assert "_core_" + native.core().isa in maps
+if native.core().openmp:
+    assert set(os.listdir("/proc/self/task")) == before
+    assert len(set(re.findall(r"/\\S*libgomp\\S*", maps))) == 1
+""")
+
+
+# Processes.
+
+
+@can_fork
+def test_after_a_fork():
+    script("""
+import multiprocessing, torch
+from problems import *
+from fasth import householder
+
+torch.set_num_threads(2)
+x, V = Problem("", (4, 200), (200, 200)).draw(torch.float64, "cpu")
+expected = with_gradients(from_definition, x, V)
+assert_all_close(with_gradients(householder, x, V), expected, V)  # so there are threads that the child will not have
+
+def check():
+    assert torch.get_num_threads() == 2
+    assert_all_close(with_gradients(householder, x, V), expected, V)
+
+children = [multiprocessing.get_context("fork").Process(target=check, daemon=True) for _ in range(2)]
+for child in children:
+    child.start()
+for child in children:
+    child.join(20)
+    assert child.exitcode == 0, child.exitcode
+check()  # the parent goes on as before
+""")
+
+
+@can_fork
+def test_in_the_workers_of_a_data_loader():
+    script("""
+import torch
+from problems import *
+from fasth import householder
+from torch.utils.data import DataLoader
+
+torch.set_num_threads(2)
+x, V = Problem("", (4, 200), (200, 200)).draw(torch.float64, "cpu")
+expected = householder(x, V).detach()
+
+class Reflected:
+    def __len__(self): return 4
+    def __getitem__(self, i): return with_gradients(householder, x[i : i + 1], V)[0].detach()
+
+loader = DataLoader(Reflected(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=20)
+torch.testing.assert_close(torch.cat(list(loader)), expected)
+""")
+
+
+@pytest.mark.parametrize("level", native.available_levels())
+def test_every_instruction_set_by_environment(level):
+    code = """
+import torch
+from problems import *
+from fasth import householder
+from fasth.reflections import native
+
+x, V = Problem("", (4, 150), (70, 150)).draw(torch.float64, "cpu")
+assert_all_close(with_gradients(householder, x, V), with_gradients(from_definition, x, V), V)
+print(native.core().isa)
+"""
+    assert script(code, FASTH_ISA=level).strip() == level
+
+
+# What it leaves to PyTorch, because it could not see into it or would not be seen.
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_core_takes_plain_tensors(precise):
+    x, V = torch.randn(2, 3, dtype=precise), torch.nn.Parameter(torch.randn(4, 3, dtype=precise))
+    assert native.usable(x, V)
+    assert type(householder(x, V).grad_fn).__name__ == "_HouseholderBackward"
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda t: t.as_subclass(Subclass),
+        lambda t: t.to("meta"),
+        lambda t: t.half(),
+        lambda t: t.bfloat16(),
+        lambda t: torch._efficientzerotensor(t.shape),
+        lambda t: torch.complex(t, t).conj().imag,
+    ],
+    ids=["subclass", "meta", "float16", "bfloat16", "zero without memory", "negative bit"],
+)
+def test_the_core_does_not_take_other_tensors(of):
+    plain, other = torch.randn(3, 3), of(torch.randn(3, 3))
+    assert native.usable(plain, plain)
+    assert not native.usable(other, other)
+    assert not native.usable(other, plain)
+    assert not native.usable(plain, other)
+
+
+def test_the_core_does_not_take_what_a_transform_or_mode_watches():
+    x, V = torch.randn(2, 3), torch.randn(4, 3)
+    answers = []
+
+    def ask(x):
+        answers.append(native.usable(x, V))
+        return x.sum()
+
+    torch.func.vmap(ask)(x)
+    torch.func.grad(ask)(x)
+    torch.func.jvp(ask, (x,), (x,))
+    torch.func.functionalize(ask)(x)
+    with Watching():
+        ask(x)
+    with fwAD.dual_level():
+        ask(fwAD.make_dual(x, x))
+    torch.compile(ask, backend="eager")(x)
+    assert answers == [False] * 7
+    assert native.usable(x, V)
+
+
+# The way back meets gradients that the way forward knew nothing of.
+
+
+def test_the_tangent_of_a_gradient_is_not_lost():
+    x, V = Problem("", (4, 6), (5, 6)).draw(torch.float64, "cpu")
+    out, tangent = householder(x, V), torch.randn(4, 6, dtype=torch.float64)
+    expected = torch.autograd.grad(out, (x, V), tangent, retain_graph=True)  # linear in the gradient
+    with fwAD.dual_level():
+        g = fwAD.make_dual(torch.randn_like(tangent), tangent)
+        actual = [fwAD.unpack_dual(t).tangent for t in torch.autograd.grad(out, (x, V), g)]
+    torch.testing.assert_close(actual, list(expected))
+
+
+def test_gradients_may_come_in_a_batch():
+    x, V = Problem("", (4, 6), (5, 6)).draw(torch.float64, "cpu")
+    out, g = householder(x, V), torch.randn(3, 4, 6, dtype=torch.float64)
+
+    def gradients(g):
+        return torch.autograd.grad(out, (x, V), g, retain_graph=True)
+
+    expected = [torch.stack(t) for t in zip(*map(gradients, g), strict=True)]
+    torch.testing.assert_close(list(torch.func.vmap(gradients)(g)), expected)
+
+
+def test_a_gradient_of_zeros_without_memory():
+    script("""
+import torch
+from problems import *
+from fasth import householder
+
+x, V = Problem("", (4, 6), (5, 6)).draw(torch.float64, "cpu")
+zeros = torch._efficientzerotensor((4, 6), dtype=torch.float64)
+assert not any(t.any() for t in torch.autograd.grad(householder(x, V), (x, V), zeros))
+""")
+
+
+def test_saved_tensors_may_come_back_in_other_memory():
+    x, V = SHARED[0].draw(torch.float64, "cpu")
+    expected = with_gradients(from_definition, x, V)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.repeat_interleave(2, -1)[..., ::2]):
+        actual = with_gradients(householder, x, V)
+    assert_all_close(actual, expected, V)
+
+
+def test_saved_tensors_that_come_back_as_something_else_are_an_error():
+    done = script("""
+import torch
+from fasth import householder
+
+V = torch.randn(200, 200, requires_grad=True)
+for unpack in (torch.Tensor.half, lambda t: t[..., :1]):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        out = householder(torch.randn(4, 200), V)
+    try:
+        out.sum().backward()
+    except (RuntimeError, ValueError, TypeError):
+        print("error")
+""")
+    assert done.split() == ["error"] * 2
+
+
+# Memory.
+
+
+@linux_only
+@pytest.mark.skipif("libasan" in Path("/proc/self/maps").read_text(), reason="AddressSanitizer reserves terabytes")
+def test_running_out_of_memory_is_a_python_error():
+    script("""
+import resource, torch
+from fasth import householder
+
+torch.set_num_threads(2)
+x, V = torch.ones(1).expand(1, 2**19, 1024), torch.ones(1, 1, 1024)
+few = x[:, :5]
+expected = householder(few, V)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**30,) * 2)  # room for the 2 GiB of the result, not for its copy
+try:
+    householder(x, V)
+except MemoryError:
+    pass
+else:
+    raise AssertionError("3 GiB were enough")
+assert torch.equal(householder(few, V), expected)
+""")
+
+
+FAR = 2**31 + 2**12
+
+
+@pytest.mark.parametrize(
+    ("shapes", "stride"),
+    [
+        (((2, 100), (2, 100)), (FAR, 1)),
+        (((100, 2), (100, 2)), (1, FAR)),
+        (((2, 3, 100), (2, 5, 100)), (FAR, 100, 1)),
+    ],
+    ids=["rows", "columns", "batch"],
+)
+@each_direction
+def test_entries_further_apart_than_an_int_can_count(shapes, stride, direction):
+    try:
+        memory = torch.empty(FAR + 2**12)  # 8 GiB, of which only a few pages are ever touched
+    except RuntimeError:
+        pytest.skip("the system does not promise 8 GiB")
+    x, V, g = (
+        memory.as_strided(shape, stride, offset).copy_(torch.randn(shape)).detach().requires_grad_(offset < 2000)
+        for shape, offset in ((shapes[0], 0), (shapes[1], 1000), (shapes[0], 2000))
+    )
+    out = householder(x, V, **direction)
+    expected = from_definition(x, V, **direction)
+    actual = (out, *torch.autograd.grad(out, (x, V), g))
+    assert_all_close(actual, (expected, *torch.autograd.grad(expected, (x, V), g.double())), V)
+
+
+def test_more_reflectors_than_an_int_can_count():
+    x, V = torch.randn(2, 5, dtype=torch.float64), torch.randn(1, 5, dtype=torch.float64)
+    actual = householder(x, V.expand(2**31 + 7, 5), triangular=True)  # of which all but the first five are zero
+    torch.testing.assert_close(actual, from_definition(x, V.expand(5, 5), triangular=True))
