@@ -13,7 +13,7 @@ SANITIZED := build/sanitize
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test lint format bench readme sanitize clean
+.PHONY: help demo test lint format bench readme phases sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,9 @@ bench: $(VENV)/.peers ## time every method, after verifying its answer
 
 readme: $(VENV)/.stamp ## put the last benchmark's tables into README.md; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)
+
+phases: $(VENV)/.stamp ## show where the compiled core's time goes
+	$(BIN)/python benchmarks/phases.py
 
 sanitize: $(VENV)/.stamp ## run the tests on a core built with AddressSanitizer and UBSan
 	$(BIN)/cmake -S native -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=Debug -DFASTH_SANITIZE=ON \

@@ -59,7 +59,7 @@ void for_batch(const Problem &p, Index batch, int sets, int threads, const Work 
     const int running = teams * members;
 #ifdef _OPENMP
     if (running > 1) {
-        bool complete = true;
+        std::atomic<bool> complete{true};
 #pragma omp parallel num_threads(running)
         {
             if (omp_get_num_threads() == running)

@@ -1,5 +1,5 @@
-// Where the time goes: the share of each phase of a forward and a backward pass, and the fraction of the machine's own
-// matrix-product speed that they reach. Built and run by `make phases`; prints a table for native/README.md.
+// Where the time goes: the share of each phase of a forward and a backward pass with 32 rows. `make phases` builds it and
+// runs it: phases [d] [threads] [triangular | full] [block size]
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -50,7 +50,7 @@ int main(int argc, char **argv) {
     const Index m = 32, d = argc > 1 ? std::atol(argv[1]) : 512, k = argc > 4 ? std::atol(argv[4]) : 32;
     const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
     const Kind kind = argc > 3 && argv[3][0] == 'f' ? Kind::full : Kind::triangular;
-    const Problem p{m, d, d, kind, false, k, argc > 5 ? std::atol(argv[5]) : Problem::panel_width<float>};
+    const Problem p{m, d, d, kind, false, k, Problem::panel_width<float>};
     std::mt19937 generator(0);
     std::normal_distribution<float> normal;
     const auto draw = [&](Index n) {

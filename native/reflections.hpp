@@ -65,9 +65,9 @@ class Meeting {
             held.store(number + 1, std::memory_order_release);
             return;
         }
-        for (int spins = 0; held.load(std::memory_order_acquire) == number; ++spins) {
-            if (spins < 10000)
-                pause();
+        for (int spins = 0; held.load(std::memory_order_acquire) == number;) {
+            if (spins < 2000)
+                pause(), ++spins;
             else
                 std::this_thread::yield();
         }

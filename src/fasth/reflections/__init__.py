@@ -72,6 +72,7 @@ def householder_compact(
         raise ValueError(f"`matrix` should have two dimensions; got shape {_shape(matrix)}")
     V = matrix.mT if lower else matrix
     _check(x, V, block_size)
+    x = x.to(V.dtype)
     if native.usable(x, V):
         k = min(block_size or default_block_size(min(V.shape)), max(V.shape[0], 1))
         return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)

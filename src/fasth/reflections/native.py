@@ -41,7 +41,7 @@ def core() -> ModuleType | None:
         return None
     levels = available_levels()
     wanted = os.environ.get("FASTH_ISA")
-    if wanted:
+    if wanted and levels:
         if wanted not in levels:
             raise ValueError(
                 f"FASTH_ISA should be one of {levels}, which this machine and this build have; got {wanted!r}"
@@ -70,20 +70,24 @@ def _spec(level: str) -> Any:
 def usable(x: Tensor, V: Tensor) -> bool:
     """Whether the core takes this: eager work on plain float32 or float64 CPU tensors, watched by nobody."""
     return (
-        x.is_cpu
-        and V.is_cpu
-        and x.dtype in (torch.float32, torch.float64)
-        and type(x) in _PLAIN
-        and type(V) in _PLAIN
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
-        and not torch._C._is_tracing()
-        and not x.is_neg()
-        and not V.is_neg()
-        and core() is not None
+        x.dtype in (torch.float32, torch.float64) and not _watched() and _plain(x) and _plain(V) and core() is not None
     )
+
+
+def _watched() -> bool:
+    """Whether a compiler, a transform or a mode wants to see every operation."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
+
+
+def _plain(t: Tensor) -> bool:
+    """Whether what stands in t's memory is all there is to it. There is none for zeros kept as such, or once freed."""
+    return t.is_cpu and type(t) in _PLAIN and not t.is_neg() and t.data_ptr() != 0
 
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
@@ -111,7 +115,7 @@ class _Householder(torch.autograd.Function):
             with_states = needs_V and B * kept_size(*problem, True) <= room
             size = B * kept_size(*problem, with_states)
             kept = x.new_empty(size) if size <= room else None
-            ctx.problem, ctx.with_states = problem, with_states
+            ctx.problem, ctx.with_states, ctx.kept_size = problem, with_states, size
             ctx.save_for_backward(V, out if needs_V else None, kept)
         forward(
             *problem,
@@ -132,11 +136,12 @@ class _Householder(torch.autograd.Function):
         V, out, kept = ctx.saved_tensors
         needs_x, needs_V, *_ = ctx.needs_input_grad
         *_, kind, transpose, block_size = ctx.problem
-        if (
-            torch.is_grad_enabled() or type(g) is not Tensor or g.is_neg()
-        ):  # a second derivative is to follow: on the PyTorch path
+        if torch.is_grad_enabled() or _watched() or not _plain(g):  # a second derivative is to follow, for one
             dx, dV = _differentiable_gradients(g, out, V, transpose, kind, block_size, needs_x, needs_V)
             return dx, dV, None, None, None
+        if V.dtype != g.dtype or V.shape[-2:] != ctx.problem[1:3]:
+            raise RuntimeError("a hook on saved tensors should give them back as they were")
+        out, kept = _as_saved(out, g.numel(), g.dtype), _as_saved(kept, ctx.kept_size, g.dtype)
         *_, backward = _functions(core(), g.dtype)
         g = _in_rows(g, V)
         B, _, g_strides = _batch_rows_strides(g, V)
@@ -172,7 +177,7 @@ def _differentiable_gradients(
     needs_x: bool,
     needs_V: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    reflectors = V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype) if kind == COMPACT else V
+    reflectors = V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype, device=V.device) if kind == COMPACT else V
     rows, after = (t if V.ndim == 3 else t.reshape(1, -1, t.shape[-1]) for t in (g, g if out is None else out))
     dx, dV = blocked.gradients(
         rows,
@@ -205,3 +210,12 @@ def _batch_rows_strides(t: Tensor, V: Tensor) -> tuple[int, int, tuple[int, ...]
 def _in_rows(t: Tensor, V: Tensor) -> Tensor:
     """t in memory such that three strides describe it."""
     return t if t.ndim == V.ndim else t.contiguous()
+
+
+def _as_saved(t: Tensor | None, size: int, dtype: torch.dtype) -> Tensor | None:
+    """t in one piece of memory, wherever a hook on saved tensors has put it."""
+    if t is None:
+        return None
+    if t.dtype != dtype or t.numel() != size or not t.is_cpu:
+        raise RuntimeError(f"a saved tensor of {size} {dtype} was given back as {t.numel()} {t.dtype} on {t.device}")
+    return t.contiguous()
