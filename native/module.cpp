@@ -35,7 +35,7 @@ template <class T> Strided<T> matrix(std::uintptr_t address, const Strides &stri
 // are many, with one matrix a thread.
 template <class T, class Work>
 void for_batch(const Problem &p, Index batch, int sets, int threads, const Work &work) {
-    if (forked) threads = 1;
+    if (forked || batch * p.m * p.reflectors() * p.d < Index(1) << 20) threads = 1; // the latter: too little to share
     const bool many = batch >= threads;
     const int members = many ? 1 : int(std::min<Index>(threads, p.panels()));
     const int teams = many ? int(std::max<Index>(1, std::min<Index>(threads, batch))) : 1;

@@ -123,6 +123,17 @@ def test_vmap(direction, in_dims, inside, device):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_tensor_that_outlived_its_transform(x, V):
+    escaped = []
+
+    def loss(x):
+        escaped.append(x * 2)
+        return x.sum()
+
+    grad(loss)(x)
+    torch.testing.assert_close(householder(escaped[0], V), definition.householder(2 * x, V))
+
+
 def test_vmap_twice(device):
     x, V = (torch.randn(s, dtype=torch.float64, device=device) for s in ((2, 4, 6), (3, 7, 6)))
     every_pair = lambda f: vmap(vmap(f, (None, 0)), (0, None))(x, V)  # noqa: E731

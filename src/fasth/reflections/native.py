@@ -87,7 +87,13 @@ def _watched() -> bool:
 
 def _plain(t: Tensor) -> bool:
     """Whether what stands in t's memory is all there is to it. There is none for zeros kept as such, or once freed."""
-    return t.is_cpu and type(t) in _PLAIN and not t.is_neg() and t.data_ptr() != 0
+    return (
+        t.is_cpu
+        and type(t) in _PLAIN
+        and not t.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)  # one that has outlived its transform
+        and t.data_ptr() != 0
+    )
 
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
@@ -95,7 +101,7 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size:
 
     V is FULL, TRIANGULAR or COMPACT; it may have any strides, and is read where it lies.
     """
-    return _Householder.apply(x, V, transpose, kind, block_size)
+    return _run(x, V, transpose, kind, block_size)
 
 
 class _Householder(torch.autograd.Function):
@@ -167,6 +173,11 @@ class _Householder(torch.autograd.Function):
         return dx, dV, None, None, None
 
 
+# Function.apply without its preparations for functorch, which `usable` has ruled out and which cost as much as a small
+# product.
+_run = super(torch.autograd.Function, _Householder).apply
+
+
 def _differentiable_gradients(
     g: Tensor,
     out: Tensor | None,
@@ -194,6 +205,7 @@ def _differentiable_gradients(
     return None if dx is None else dx.reshape(g.shape), None if dV is None else dV.reshape(V.shape)
 
 
+@functools.cache
 def _functions(module: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     if dtype == torch.float32:
         return module.kept_size_float32, module.forward_float32, module.backward_float32
