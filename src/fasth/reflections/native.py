@@ -101,40 +101,50 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size:
 
     V is FULL, TRIANGULAR or COMPACT; it may have any strides, and is read where it lies.
     """
-    return _run(x, V, transpose, kind, block_size)
+    if torch.is_grad_enabled() and (x.requires_grad or V.requires_grad):
+        return _run(x, V, transpose, kind, block_size)
+    return _forward(_in_rows(x, V), V, (transpose, kind, block_size), False, False)[0]
+
+
+def _forward(
+    x: Tensor, V: Tensor, options: tuple[bool, int, int], needs_x: bool, needs_V: bool
+) -> tuple[Tensor, tuple[Any, ...], Tensor | None, bool]:
+    """The output, the problem in the core's terms, and what is kept for a gradient, with or without the states."""
+    kept_size, forward, _ = _functions(core(), x.dtype)
+    transpose, kind, block_size = options
+    B, m, x_strides = _batch_rows_strides(x, V)
+    problem = m, *V.shape[-2:], kind, transpose, block_size
+    kept, with_states = None, False
+    if needs_x or needs_V:
+        # V and the output are kept anyway. The rest may take as much again.
+        room = x.numel() + V.numel()
+        with_states = needs_V and B * kept_size(*problem, True) <= room
+        size = B * kept_size(*problem, with_states)
+        kept = x.new_empty(size) if size <= room else None
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    forward(
+        *problem,
+        B,
+        torch.get_num_threads(),
+        x.data_ptr(),
+        x_strides,
+        V.data_ptr(),
+        _batch_rows_strides(V, V)[2],
+        out.data_ptr(),
+        0 if kept is None else kept.data_ptr(),
+        with_states,
+    )
+    return out, problem, kept, with_states
 
 
 class _Householder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int) -> Tensor:
-        kept_size, forward, _ = _functions(core(), x.dtype)
+    def forward(ctx: Any, x: Tensor, V: Tensor, *options: Any) -> Tensor:
         needs_x, needs_V, *_ = ctx.needs_input_grad
         x = _in_rows(x, V)
-        B, m, x_strides = _batch_rows_strides(x, V)
-        r, d = V.shape[-2:]
-        problem = m, r, d, kind, transpose, block_size
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kept, with_states = None, False
-        if needs_x or needs_V:
-            # V and the output are kept anyway. The rest may take as much again.
-            room = x.numel() + V.numel()
-            with_states = needs_V and B * kept_size(*problem, True) <= room
-            size = B * kept_size(*problem, with_states)
-            kept = x.new_empty(size) if size <= room else None
-            ctx.problem, ctx.with_states, ctx.kept_size = problem, with_states, size
-            ctx.save_for_backward(V, out if needs_V else None, kept)
-        forward(
-            *problem,
-            B,
-            torch.get_num_threads(),
-            x.data_ptr(),
-            x_strides,
-            V.data_ptr(),
-            _batch_rows_strides(V, V)[2],
-            out.data_ptr(),
-            0 if kept is None else kept.data_ptr(),
-            with_states,
-        )
+        out, ctx.problem, kept, ctx.with_states = _forward(x, V, options, needs_x, needs_V)
+        ctx.kept_size = 0 if kept is None else kept.numel()
+        ctx.save_for_backward(V, out if needs_V else None, kept)
         return out
 
     @staticmethod
