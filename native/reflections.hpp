@@ -391,8 +391,10 @@ template <class T> class Member {
         const Piece at = piece(block, q);
         T *const y = Y(q), *const yt = Yt(q);
         const bool by_columns = V.row_stride == 1 && V.column_stride != 1;
-        if (at.whole(W) && V.column_stride == 1) { // the usual case
+        if (at.width == W && V.column_stride == 1) { // the usual case: all that is there in memory, then the zeros
             copy<T>(at.rows, W, {&V(at.row, at.column), V.row_stride}, {y, W});
+            if (!at.whole(W))
+                for (Index j = 0; j < at.rows; ++j) std::fill(y + j * W, y + j * W + at.start(j), T(0));
             std::fill(y + at.rows * W, y + kp * W, T(0));
         } else if (by_columns) {
             for (Index c = 0; c < W; ++c) {
@@ -496,24 +498,27 @@ template <class T> class Member {
         for (Index j = 0; j < kb; ++j)
             if (own.scale[j] != T(1))
                 for (Index c = 0; c < W; ++c) dY[j * W + c] /= own.scale[j];
+        if (p.kind == Kind::triangular)
+            for (Index j = 0; j < at.rows; ++j) std::fill(dY + j * W, dY + j * W + at.start(j), T(0));
+        const auto first = [&](Index j) { return at.compact ? at.start(j) : 0; }; // the rest is not ours to write
+        const auto last = [&](Index c) { return at.compact ? at.stop(c) : at.rows; };
         if (dV.row_stride == 1 && dV.column_stride != 1) {
             T *const dYt = Yt(q); // no longer needed
             std::fill(dY + at.rows * W, dY + kp * W, T(0));
             transpose<T>(kp, W, {dY, W}, {dYt, kp});
             for (Index c = 0; c < at.width; ++c)
-                std::memcpy(&dV(at.row, at.column + c), dYt + c * kp, sizeof(T) * at.stop(c));
+                std::memcpy(&dV(at.row, at.column + c), dYt + c * kp, sizeof(T) * last(c));
+        } else if (dV.column_stride == 1 && at.width == W && !at.compact) {
+            copy<T>(at.rows, W, {dY, W}, {&dV(at.row, at.column), dV.row_stride});
         } else {
             for (Index j = 0; j < at.rows; ++j) {
-                const Index start = at.start(j);
+                const Index c = first(j);
                 if (dV.column_stride == 1)
-                    std::memcpy(&dV(at.row + j, at.column + start), dY + j * W + start, sizeof(T) * (at.width - start));
+                    std::memcpy(&dV(at.row + j, at.column + c), dY + j * W + c, sizeof(T) * (at.width - c));
                 else
-                    for (Index c = start; c < at.width; ++c) dV(at.row + j, at.column + c) = dY[j * W + c];
+                    for (Index i = c; i < at.width; ++i) dV(at.row + j, at.column + i) = dY[j * W + i];
             }
         }
-        if (p.kind == Kind::triangular)
-            for (Index j = 0; j < at.rows; ++j)
-                for (Index c = 0; c < at.start(j); ++c) dV(at.row + j, at.column + c) = T(0);
     }
 
     // Whether the gradient of V is so large that it would leave the caches before anybody reads it.
