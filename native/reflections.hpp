@@ -152,14 +152,13 @@ class Arena {
 template <class T> struct Workspace {
     struct Own { // a member's, on its own panels and blocks
         T *Y, *Yt, *S, *scale, *factor, *other, *Z, *N, *dY;
+        const T **now; // where the rows of each panel are at present
     };
-    const T **now;    // where the rows of each panel are at present
     T *rows[2] = {};  // each (panels, m, W)
     T *sums[2] = {};  // used in turn: (members, sets · m + kp, kp)
     Index sum_size;
 
     Workspace(const Problem &p, int members, int sets, Arena &arena) : sum_size((sets * p.m + p.padded_k()) * p.padded_k()) {
-        now = arena.take<const T *>(p.panels());
         for (int set = 0; set < sets; ++set) rows[set] = arena.take<T>(p.panels() * p.m * p.W);
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
     }
@@ -175,6 +174,7 @@ template <class T> struct Workspace {
         own.Z = arena.take<T>(sets * p.m * kp);
         own.N = arena.take<T>(kp * kp);
         own.dY = arena.take<T>(kp * p.W);
+        own.now = arena.take<const T *>(panels);
         return own;
     }
 };
@@ -199,7 +199,7 @@ template <class T> class Member {
     void forward(Strided<const T> x, Strided<T> out, const Kept<T> &kept) {
         for_panels(0, [&](Index q) {
             load(x, q, shared.rows[0] + q * p.m * W);
-            shared.now[q] = shared.rows[0] + q * p.m * W;
+            now(q) = shared.rows[0] + q * p.m * W;
         });
         for (Index step = 0; step < p.blocks(); ++step) {
             const Index block = p.block_at(step, p.transpose), kb = p.size_of(block), first = p.first_panel(block);
@@ -213,13 +213,13 @@ template <class T> class Member {
                 T *const after = state ? state + (q - first) * p.m * W : shared.rows[0] + q * p.m * W;
                 if (state && q + team.size < panels) prefetch<true>(after + team.size * p.m * W, p.m, W, W);
                 const Index skip = p.skipped(block, q);
-                product<Result::subtract, T>(p.m, W - skip, {kb, own.Z, kp, 1, {Y(q) + skip, W}}, {shared.now[q] + skip, W},
+                product<Result::subtract, T>(p.m, W - skip, {kb, own.Z, kp, 1, {Y(q) + skip, W}}, {now(q) + skip, W},
                                              {after + skip, W});
-                if (skip && after != shared.now[q]) copy<T>(p.m, skip, {shared.now[q], W}, {after, W});
-                shared.now[q] = after;
+                if (skip && after != now(q)) copy<T>(p.m, skip, {now(q), W}, {after, W});
+                now(q) = after;
             });
         }
-        for_panels(0, [&](Index q) { store(shared.now[q], q, out); });
+        for_panels(0, [&](Index q) { store(now(q), q, out); });
     }
 
     // The gradients of x and V from that of the output; either may be left out (no data).
@@ -228,11 +228,13 @@ template <class T> class Member {
         const int sets = dV.data && !states ? 2 : 1; // without states the output runs back beside its gradient
         for_panels(0, [&](Index q) {
             load(gradient, q, shared.rows[0] + q * p.m * W);
-            shared.now[q] = shared.rows[0] + q * p.m * W;
+            now(q) = shared.rows[0] + q * p.m * W;
             if (dV.data) load(output, q, shared.rows[1] + q * p.m * W);
         });
         for (Index step = 0; step < p.blocks(); ++step) {
             const Index block = p.block_at(step, way), kb = p.size_of(block), first = p.first_panel(block);
+            if (kept.scales) prefetch<false>(kept.factor_of(p, block), kp, kp, kp); // another member may have kept them
+            if (states) prefetch<false>(kept.Z_of(p, block), p.m, kp, kp);
             reflectors(block, sets, !kept.scales, kept.scales ? kept.scales + block * p.k : nullptr);
             const T *factor = own.factor;
             if (kept.scales)
@@ -280,6 +282,7 @@ template <class T> class Member {
         const Index skipped = (first - team.rank + team.size - 1) / team.size;
         for (Index q = team.rank + std::max<Index>(skipped, 0) * team.size; q < panels; q += team.size) action(q);
     }
+    const T *&now(Index q) const { return own.now[q / team.size]; }
     T *Y(Index q) const { return own.Y + q / team.size * kp * W; }   // (kp, W)
     T *Yt(Index q) const { return own.Yt + q / team.size * kp * W; } // (W, kp)
 
@@ -315,7 +318,7 @@ template <class T> class Member {
             T *sum = mine;
             for (int set = 0; set < sets; ++set, sum += p.m * kp) {
                 FASTH_PHASE(S);
-                const T *const rows = set == 0 ? shared.now[q] : shared.rows[set] + q * p.m * W;
+                const T *const rows = set == 0 ? now(q) : shared.rows[set] + q * p.m * W;
                 product<Result::add, T>(p.m, kp, {W - skip, rows + skip, W, 1, {Yt(q) + skip * kp, kp}}, {sum, kp}, {sum, kp});
             }
             if (gram) { // above the diagonal, more or less: what lies left of it in steps of `padding` is not computed

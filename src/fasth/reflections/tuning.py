@@ -18,9 +18,9 @@ def default_block_size(r: int) -> int:
 def materialising_pays(rows: int, r: int, d: int, triangular: bool) -> bool:
     """Whether forming Q and multiplying by it costs less than applying the reflections to so many rows.
 
-    In units of d² operations per row, a training step by a formed Q takes 6. Applying r reflections takes 12 r/d, half of
-    that if triangular, in products that were measured to run at 40 % of the speed. Forming Q is applying them to d rows,
-    at half as much again, since the states of so many rows are not kept. So with r = d it pays from about 2 d rows on.
+    In units of d² operations per row, a training step by a formed Q takes 6. Applying r reflections takes 12 r/d, half
+    of that if triangular, in products that were measured to run at 40 % of the speed. Forming Q is applying them to d
+    rows, at half as much again, since the states of so many rows are not kept. With r = d it pays from 2 d rows or so.
     """
     if torch.compiler.is_compiling() or rows <= d:
         return False  # a compiled graph should not depend on the number of rows
