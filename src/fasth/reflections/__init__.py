@@ -76,8 +76,8 @@ def householder_compact(
     if native.usable(x, V):
         k = min(block_size or default_block_size(min(V.shape)), max(V.shape[0], 1))
         return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
-    unit = torch.eye(*V.shape, dtype=V.dtype, device=V.device)
-    return householder(x, V.triu(1) + unit, transpose=transpose, triangular=True, block_size=block_size)
+    V = blocked.expand_compact(V)
+    return householder(x, V, transpose=transpose, triangular=True, block_size=block_size)
 
 
 def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:

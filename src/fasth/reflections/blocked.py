@@ -231,6 +231,11 @@ def _half_of_gram(G: Tensor) -> Tensor:
     return G.triu(1) + torch.diag_embed(G.diagonal(dim1=-2, dim2=-1) / 2)
 
 
+def expand_compact(V: Tensor) -> Tensor:
+    """Compact reflectors (*, r, d) as triangular ones: ones on the diagonal, what stands right of it, zeros."""
+    return V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype, device=V.device)
+
+
 def _reflectors(V: Tensor, triangular: bool) -> Tensor:
     V = _compute(V)
     return V[:, : V.shape[-1]].triu() if triangular else V

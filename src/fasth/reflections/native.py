@@ -198,7 +198,7 @@ def _differentiable_gradients(
     needs_x: bool,
     needs_V: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    reflectors = V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype, device=V.device) if kind == COMPACT else V
+    reflectors = blocked.expand_compact(V) if kind == COMPACT else V
     rows, after = (t if V.ndim == 3 else t.reshape(1, -1, t.shape[-1]) for t in (g, g if out is None else out))
     dx, dV = blocked.gradients(
         rows,
