@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
 
 from fasth.reflections import native
+
+# New examples on every run at home; the same ones where a run decides whether a change goes in.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
