@@ -50,7 +50,7 @@ int main(int argc, char **argv) {
     const Index m = 32, d = argc > 1 ? std::atol(argv[1]) : 512, k = argc > 4 ? std::atol(argv[4]) : 32;
     const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
     const Kind kind = argc > 3 && argv[3][0] == 'f' ? Kind::full : Kind::triangular;
-    const Problem p{m, d, d, kind, false, k, Problem::panel_width<float>};
+    const Problem p{m, d, d, kind, false, k, Problem::half_panel<float>};
     std::mt19937 generator(0);
     std::normal_distribution<float> normal;
     const auto draw = [&](Index n) {
@@ -59,9 +59,8 @@ int main(int argc, char **argv) {
         return v;
     };
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
-    auto memory = draw(Kept<float>::size(p, true));
-    const Kept<float> kept(p, memory, true);
-    const int members = int(std::min<Index>(threads, p.panels()));
+    const int members = int(std::min<Index>(threads, (p.half_panels() + 1) / 2));
+    auto memory = draw(Kept<float>::size(p, members, true));
     Arena arena;
     const auto lay_out = [&] {
         std::vector<Workspace<float>::Own> own;
@@ -72,8 +71,8 @@ int main(int argc, char **argv) {
     lay_out();
     arena.provide();
     const auto [shared, own] = lay_out();
-    Meeting meeting;
     const auto pass = [&, &shared = shared, &own = own](bool back) {
+        Team::Meeting meeting;
 #pragma omp parallel num_threads(members)
         {
             int rank = 0;
@@ -81,11 +80,16 @@ int main(int argc, char **argv) {
             rank = omp_get_thread_num();
 #endif
             fasth_phases::watched = rank == 0;
-            Member<float> member(p, {members, rank, &meeting}, {V, d, 1}, shared, own[std::size_t(rank)]);
-            if (back)
-                member.backward({g, d, 1}, {out, d, 1}, kept, {dx, d, 1}, {dV, d, 1});
-            else
-                member.forward({x, d, 1}, {out, d, 1}, kept);
+            Team team(members, rank, meeting);
+            Member<float> member(p, team, {V, d, 1}, shared, own[std::size_t(rank)]);
+            const Kept<float> kept(p, memory, members, rank, true);
+            member.load({back ? g : x, d, 1});
+            if (back) {
+                member.load({out, d, 1}, 1);
+                member.backward(kept, {dV, d, 1});
+            } else
+                member.forward(kept);
+            member.store({back ? dx : out, d, 1});
         }
     };
     const int repetitions = int(std::max<Index>(5, 400 * 512 * 512 / (d * d)));

@@ -29,9 +29,13 @@ constexpr int tile_rows(int columns) { return columns == 2 ? 6 : 12; }
 
 enum class Result { set, add, subtract, negative, negative_streamed };
 
+constexpr Index half_panel_bytes = 128;
+
 template <class T> struct Matrix { // row-major, rows row_stride apart
     T *data;
     Index row_stride;
+    Index gap = 0; // in a result: how far apart two half panels are, beyond their own width
+    Index column(Index j) const { return j < half_panel_bytes / Index(sizeof(T)) ? j : j + gap; }
 };
 enum class Left { dense, strictly_lower, strictly_upper };
 
@@ -97,7 +101,7 @@ inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<c
             if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
             if constexpr (result == Result::subtract)
                 value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
-            T *const target = out.data + (row + i) * out.row_stride + j;
+            T *const target = out.data + (row + i) * out.row_stride + out.column(j);
             if constexpr (result == Result::negative_streamed)
                 stream(target, value);
             else

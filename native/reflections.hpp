@@ -3,14 +3,12 @@
 // The notation is that of src/fasth/reflections/README.md; README.md beside this file says why it is done this way.
 #pragma once
 
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <new>
-#include <thread>
+#include <utility>
 
-#include "products.hpp"
+#include "team.hpp"
 
 // phases.cpp defines this to find out where the time goes.
 #ifndef FASTH_PHASE
@@ -32,311 +30,409 @@ struct Problem {
     Kind kind;
     bool transpose;
     Index k; // reflections in a block
-    Index W; // columns in a panel
+    Index H; // columns in half a panel
 
-    template <class T> static constexpr Index panel_width = 256 / sizeof(T);
+    template <class T> static constexpr Index half_panel = half_panel_bytes / sizeof(T);
 
     bool triangular() const { return kind != Kind::full; }
     Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
     Index blocks() const { return (reflectors() + k - 1) / k; }
     Index size_of(Index block) const { return std::min(k, reflectors() - block * k); }
     Index padded_k() const { return round_up(k, padding); }
-    Index panels() const { return (d + W - 1) / W; }
-    Index first_panel(Index block) const { return triangular() ? block * k / W : 0; }
-    // How many columns of a panel lie left of all the block's reflectors, in half panels: no work is spent on them.
-    Index skipped(Index block, Index panel) const {
-        return triangular() && panel == first_panel(block) && block * k % W >= W / 2 ? W / 2 : 0;
-    }
+    Index half_panels() const { return (d + H - 1) / H; }
+    // The half panel where the block's reflectors start.
+    Index first_half(Index block) const { return triangular() ? block * k / H : 0; }
     // Which block acts as number `step`: x Qᵀ takes the last block first, x Q the first.
     Index block_at(Index step, bool transposed) const { return transposed ? step : blocks() - 1 - step; }
 };
 
-// A barrier that spins, since all arrive within microseconds of each other, and where they do not (more threads than
-// processors) gives way. OpenMP's own makes a system call every time.
-class Meeting {
-    alignas(64) std::atomic<int> arrived{0};
-    alignas(64) std::atomic<unsigned> held{0};
-
-  public:
-    void wait_for(int size) {
-        const unsigned number = held.load(std::memory_order_relaxed);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-            arrived.store(0, std::memory_order_relaxed);
-            held.store(number + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; held.load(std::memory_order_acquire) == number;) {
-            if (spins < 2000)
-                pause(), ++spins;
-            else
-                std::this_thread::yield();
-        }
-    }
-
-  private:
-    static void pause() {
-#if defined(__x86_64__) || defined(_M_X64)
-        _mm_pause();
-#endif
-    }
-};
-
-// The members of a team run the same code, each on its own columns: the panels rank, rank + size, … So each reads, packs
-// and updates only those, and triangular problems stay balanced. They meet once a block, to add up inner products.
-struct Team {
+// The columns of one member of a team: of all half panels those numbered rank, rank + size, …, put together two by two
+// into panels. So triangular problems stay balanced to half a panel, and products are as wide as a panel.
+struct Columns {
+    Index H, W;
     int size, rank;
-    Meeting *meeting;
-    void meet() const {
-        if (size > 1) meeting->wait_for(size);
+    Index halves, panels;
+
+    Columns(const Problem &p, int size, int rank)
+        : H(p.H), W(2 * p.H), size(size), rank(rank), halves((p.half_panels() - rank + size - 1) / size),
+          panels((halves + 1) / 2) {}
+
+    Index column(Index panel, Index half) const { return ((2 * panel + half) * size + rank) * H; } // the first, in V
+    Index first_half(const Problem &p, Index block) const { return (p.first_half(block) - rank + size - 1) / size; }
+    Index first_panel(const Problem &p, Index block) const { return std::min(first_half(p, block) / 2, panels); }
+    // The columns of a panel, counted within it, that a block reaches: on the left of them its reflectors are zero.
+    Index from(const Problem &p, Index block, Index panel) const {
+        return std::clamp<Index>(first_half(p, block) - 2 * panel, 0, 2) * H;
     }
+    Index to(Index panel) const { return std::min<Index>(halves - 2 * panel, 2) * H; }
 };
 
 // What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the rows after every block but the one that acts last, whose rows are the output.
+// the rows after every block but the one that acts last, whose rows are the output. Rows are kept as the members of the
+// team had them, so only a team of the same size can use them.
 template <class T> struct Kept {
     T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
 
-    static Index size(const Problem &p, bool with_states) {
+    static Index size(const Problem &p, int members, bool with_states) {
         Index count = round_up(p.reflectors(), padding) + p.blocks() * p.padded_k() * p.padded_k();
-        if (with_states && p.blocks())
-            count += p.blocks() * p.m * p.padded_k() + panels_before(p, p.blocks()) * p.m * p.W;
+        if (with_states && p.blocks()) {
+            count += p.blocks() * p.m * p.padded_k();
+            for (int rank = 0; rank < members; ++rank) count += states_before(p, Columns(p, members, rank), p.blocks());
+        }
         return count;
     }
     Kept() = default;
-    Kept(const Problem &p, T *memory, bool with_states) {
+    Kept(const Problem &p, T *memory, int members, int rank, bool with_states) {
         if (!memory) return;
         scales = memory;
         factors = scales + round_up(p.reflectors(), padding);
         if (!with_states) return;
-        Z = memory + size(p, false);
+        Z = memory + size(p, members, false);
         states = Z + p.blocks() * p.m * p.padded_k();
+        for (int other = 0; other < rank; ++other) states += states_before(p, Columns(p, members, other), p.blocks());
     }
     T *factor_of(const Problem &p, Index block) const { return factors + block * p.padded_k() * p.padded_k(); }
     T *Z_of(const Problem &p, Index block) const { return Z + block * p.m * p.padded_k(); }
-    T *state_of(const Problem &p, Index block) const { return states + panels_before(p, block) * p.m * p.W; }
+    T *state_of(const Problem &p, const Columns &own, Index block) const { return states + states_before(p, own, block); }
 
   private:
-    static Index panels_before(const Problem &p, Index block) {
-        Index count = 0;
+    static Index states_before(const Problem &p, const Columns &own, Index block) {
+        Index panels = 0;
         for (Index b = 0; b < block; ++b)
-            if (b != p.block_at(p.blocks() - 1, p.transpose)) count += p.panels() - p.first_panel(b);
-        return count;
+            if (b != p.block_at(p.blocks() - 1, p.transpose)) panels += own.panels - own.first_panel(p, b);
+        return panels * p.m * own.W;
     }
-};
-
-// Memory taken in one piece before the work starts, so that nothing can fail in the middle of it: the same calls first
-// count what is needed, then hand it out.
-class Arena {
-  public:
-    Arena() = default;
-    ~Arena() { ::operator delete(memory, std::align_val_t(64)); }
-    Arena(const Arena &) = delete;
-    Arena &operator=(const Arena &) = delete;
-
-    template <class T> T *take(Index count) {
-        const Index start = used;
-        used += round_up(count * Index(sizeof(T)), 64);
-        return memory ? reinterpret_cast<T *>(memory + start) : nullptr;
-    }
-    void provide() {
-        memory = static_cast<char *>(::operator new(std::size_t(used), std::align_val_t(64)));
-        used = 0;
-    }
-
-  private:
-    char *memory = nullptr;
-    Index used = 0;
 };
 
 // The memory of a team. `sets` of m rows run through the blocks: x; or a gradient; or a gradient and the output.
 template <class T> struct Workspace {
-    struct Own { // a member's, on its own panels and blocks
-        T *Y, *Yt, *S, *scale, *factor, *other, *Z, *N, *dY;
-        const T **now; // where the rows of each panel are at present
-    };
-    T *rows[2] = {};  // each (panels, m, W)
-    T *sums[2] = {};  // used in turn: (members, sets · m + kp, kp)
+    // Where the members put their sums for each other: (members, sets · m + kp, kp). Three in turn, since a member
+    // prepares the next block while another may still read what it had for the last; and two for finding scales.
+    T *sums[3] = {}, *spare[2] = {};
     Index sum_size;
 
+    struct Packed { // a block's reflectors on the member's columns: Y (panels, kp, W), Yᵀ (panels, W, kp)
+        Index block;
+        T *Y, *Yt, *scale;
+    };
+    struct Own { // a member's
+        Packed packed[2]; // the block at work and the next
+        T *rows[2];       // each (panels, m, W)
+        T *S, *factor, *other, *Z, *N, *dY;
+        const T **now; // where the rows of each panel are at present
+    };
+
     Workspace(const Problem &p, int members, int sets, Arena &arena) : sum_size((sets * p.m + p.padded_k()) * p.padded_k()) {
-        for (int set = 0; set < sets; ++set) rows[set] = arena.take<T>(p.panels() * p.m * p.W);
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
+        for (T *&slots : spare) slots = arena.take<T>(members * sum_size);
     }
     static Own own(const Problem &p, int members, int sets, Arena &arena) {
-        const Index kp = p.padded_k(), panels = (p.panels() + members - 1) / members;
+        const Columns widest(p, members, 0);
+        const Index kp = p.padded_k(), panels = widest.panels, W = widest.W;
         Own own;
-        own.Y = arena.take<T>(panels * kp * p.W);
-        own.Yt = arena.take<T>(panels * kp * p.W);
+        for (auto &packed : own.packed)
+            packed = {0, arena.take<T>(panels * kp * W), arena.take<T>(panels * kp * W), arena.take<T>(kp)};
+        for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.m * W) : nullptr;
         own.S = arena.take<T>(sets * p.m * kp + kp * kp);
-        own.scale = arena.take<T>(kp);
         own.factor = arena.take<T>(kp * kp);
         own.other = arena.take<T>(kp * kp);
         own.Z = arena.take<T>(sets * p.m * kp);
         own.N = arena.take<T>(kp * kp);
-        own.dY = arena.take<T>(kp * p.W);
+        own.dY = arena.take<T>(kp * W);
         own.now = arena.take<const T *>(panels);
         return own;
     }
 };
 
+// The singular values between two products, times the signs of both: (2, count), or none.
+template <class T> struct Diagonal {
+    const T *sigma, *signs;
+    Index count;
+    T sign(Index c) const { return signs ? signs[c] * signs[count + c] : T(1); }
+};
+
 // One member's part of the work on one matrix of the batch.
 template <class T> class Member {
+    using Packed = typename Workspace<T>::Packed;
+
     const Problem &p;
-    const Team team;
+    Team &team;
     const Strided<const T> V;
     const Workspace<T> &shared;
-    const typename Workspace<T>::Own own;
-    const Index kp, panels, W;
-    T *G = nullptr; // (kb, kp), behind the sums S
-    int turn = 0;   // which of the two places for sums is next
+    typename Workspace<T>::Own own;
+    const Columns columns;
+    const Index kp, W, H;
+    T *G = nullptr;                // (kb, kp), behind the sums S
+    int turn = 0, spare_turn = 0;  // which place for sums is next
+    Index awaited = 0;             // how many sums of each other member are on their way
+    T *awaited_slots = nullptr;
+    bool fetched = true;           // whether they have been asked for
 
   public:
-    Member(const Problem &p, Team team, Strided<const T> V, const Workspace<T> &shared,
+    Member(const Problem &p, Team &team, Strided<const T> V, const Workspace<T> &shared,
            const typename Workspace<T>::Own &own)
-        : p(p), team(team), V(V), shared(shared), own(own), kp(p.padded_k()), panels(p.panels()), W(p.W) {}
+        : p(p), team(team), V(V), shared(shared), own(own), columns(p, team.size, team.rank), kp(p.padded_k()),
+          W(columns.W), H(columns.H) {}
 
-    // out = x Qᵀ, or x Q if p.transpose.
-    void forward(Strided<const T> x, Strided<T> out, const Kept<T> &kept) {
-        for_panels(0, [&](Index q) {
-            load(x, q, shared.rows[0] + q * p.m * W);
-            now(q) = shared.rows[0] + q * p.m * W;
+    void load(Strided<const T> source, int set = 0) {
+        for_halves([&](Index q, Index half) {
+            FASTH_PHASE(rows);
+            T *const panel = own.rows[set] + q * p.m * W;
+            if (set == 0) own.now[q] = panel;
+            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
+            for (Index i = 0; i < p.m; ++i) {
+                T *const row = panel + i * W + half * H;
+                if (source.column_stride == 1)
+                    std::memcpy(row, &source(i, column), sizeof(T) * width);
+                else
+                    for (Index c = 0; c < width; ++c) row[c] = source(i, column + c);
+                std::fill(row + width, row + H, T(0));
+            }
         });
-        for (Index step = 0; step < p.blocks(); ++step) {
-            const Index block = p.block_at(step, p.transpose), kb = p.size_of(block), first = p.first_panel(block);
-            reflectors(block, 1, true, nullptr);
-            factors(kb, p.transpose);
-            multiply_by_factor(own.S, own.factor, own.Z);
-            if (kept.scales) keep(block, kept);
-            T *const state = kept.Z && step + 1 < p.blocks() ? kept.state_of(p, block) : nullptr;
-            for_panels(first, [&](Index q) {
-                FASTH_PHASE(update);
-                T *const after = state ? state + (q - first) * p.m * W : shared.rows[0] + q * p.m * W;
-                if (state && q + team.size < panels) prefetch<true>(after + team.size * p.m * W, p.m, W, W);
-                const Index skip = p.skipped(block, q);
-                product<Result::subtract, T>(p.m, W - skip, {kb, own.Z, kp, 1, {Y(q) + skip, W}}, {now(q) + skip, W},
-                                             {after + skip, W});
-                if (skip && after != now(q)) copy<T>(p.m, skip, {now(q), W}, {after, W});
-                now(q) = after;
-            });
-        }
-        for_panels(0, [&](Index q) { store(now(q), q, out); });
+    }
+    // With something added to each row, or nothing.
+    void store(Strided<T> target, const T *bias = nullptr) const {
+        for_halves([&](Index q, Index half) {
+            FASTH_PHASE(rows);
+            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
+            for (Index i = 0; i < p.m; ++i) {
+                const T *const row = now(q) + i * W + half * H;
+                if (!bias)
+                    std::memcpy(&target(i, column), row, sizeof(T) * width);
+                else
+                    for (Index c = 0; c < width; ++c) target(i, column + c) = row[c] + bias[column + c];
+            }
+        });
     }
 
-    // The gradients of x and V from that of the output; either may be left out (no data).
-    void backward(Strided<const T> gradient, Strided<const T> output, const Kept<T> &kept, Strided<T> dx, Strided<T> dV) {
+    // The rows of another product, each entry times its factor, and zeros where that has none.
+    void load_scaled(const Member &from, const Diagonal<T> &factors) {
+        for_halves([&](Index q, Index half) {
+            const Index column = columns.column(q, half);
+            const Index count = std::clamp<Index>(factors.count - column, 0, H);
+            T *const panel = own.rows[0] + q * p.m * W;
+            own.now[q] = panel;
+            for (Index i = 0; i < p.m; ++i) {
+                T *const row = panel + i * W + half * H;
+                if (count) {
+                    const T *const source = from.now(q) + i * W + half * H;
+                    for (Index c = 0; c < count; ++c) row[c] = source[c] * factors.sigma[column + c] * factors.sign(column + c);
+                }
+                std::fill(row + count, row + H, T(0));
+            }
+        });
+    }
+    void sum_columns(T *sums) const {
+        for_halves([&](Index q, Index half) {
+            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
+            std::fill(sums + column, sums + column + width, T(0));
+            for (Index i = 0; i < p.m; ++i)
+                for (Index c = 0; c < width; ++c) sums[column + c] += now(q)[i * W + half * H + c];
+        });
+    }
+    // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
+    void gradient_of_factors(const Member &of, const Diagonal<T> &factors, T *gradient) const {
+        for_halves([&](Index q, Index half) {
+            const Index column = columns.column(q, half), count = std::clamp<Index>(factors.count - column, 0, H);
+            T sums[half_panel_bytes / sizeof(T)] = {};
+            for (Index i = 0; i < (count ? p.m : 0); ++i) {
+                const Index at = q * p.m * W + i * W + half * H;
+                for (Index c = 0; c < count; ++c) sums[c] += own.rows[1][at + c] * of.own.rows[0][at + c];
+            }
+            for (Index c = 0; c < count; ++c) gradient[column + c] = sums[c] * factors.sign(column + c);
+        });
+    }
+
+    // The rows times Qᵀ, or Q if p.transpose.
+    void forward(const Kept<T> &kept) {
+        sweep(p.transpose, 1, true, nullptr, [&](Index step, const Packed &at) {
+            const Index kb = p.size_of(at.block);
+            factors(kb, p.transpose);
+            multiply_by_factor(own.S, own.factor, own.Z);
+            if (kept.scales) keep(at, kept);
+            T *const state = kept.Z && step + 1 < p.blocks() ? kept.state_of(p, columns, at.block) : nullptr;
+            const Index first = columns.first_panel(p, at.block);
+            return [=, &at](Index q, Index from, Index to) {
+                FASTH_PHASE(update);
+                T *const after = state ? state + (q - first) * p.m * W : own.rows[0] + q * p.m * W;
+                if (state && q + 1 < columns.panels) prefetch<true>(after + p.m * W, p.m, W, W);
+                product<Result::subtract, T>(p.m, to - from, {kb, own.Z, kp, 1, {Y(at, q) + from, W}}, {now(q) + from, W},
+                                             {after + from, W});
+                if (from && after != now(q)) copy<T>(p.m, from, {now(q), W}, {after, W});
+                own.now[q] = after;
+            };
+        });
+    }
+
+    // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
+    // second set of rows.
+    void backward(const Kept<T> &kept, Strided<T> dV) {
         const bool states = kept.Z, way = !p.transpose;
         const int sets = dV.data && !states ? 2 : 1; // without states the output runs back beside its gradient
-        for_panels(0, [&](Index q) {
-            load(gradient, q, shared.rows[0] + q * p.m * W);
-            now(q) = shared.rows[0] + q * p.m * W;
-            if (dV.data) load(output, q, shared.rows[1] + q * p.m * W);
-        });
-        for (Index step = 0; step < p.blocks(); ++step) {
-            const Index block = p.block_at(step, way), kb = p.size_of(block), first = p.first_panel(block);
-            if (kept.scales) prefetch<false>(kept.factor_of(p, block), kp, kp, kp); // another member may have kept them
-            if (states) prefetch<false>(kept.Z_of(p, block), p.m, kp, kp);
-            reflectors(block, sets, !kept.scales, kept.scales ? kept.scales + block * p.k : nullptr);
+        sweep(way, sets, !kept.scales, kept.scales, [&](Index step, const Packed &at) {
+            const Index kb = p.size_of(at.block), first = columns.first_panel(p, at.block);
             const T *factor = own.factor;
             if (kept.scales)
-                factor = kept.factor_of(p, block);
+                factor = kept.factor_of(p, at.block);
             else
                 factors(kb, way);
             T *const R = own.Z;
             multiply_by_factor(own.S, factor, R);
-            const T *Z = states ? kept.Z_of(p, block) : own.Z + p.m * kp;
+            const T *Z = states ? kept.Z_of(p, at.block) : own.Z + p.m * kp;
             if (sets == 2) { // the way back gives −Z
                 multiply_by_factor(own.S + p.m * kp, factor, own.Z + p.m * kp);
                 for (Index i = p.m * kp; i < 2 * p.m * kp; ++i) own.Z[i] = -own.Z[i];
             }
             if (dV.data) antisymmetric_half(Z, R);
-            const T *const state = states && step > 0 ? kept.state_of(p, block) : nullptr;
-            for_panels(first, [&](Index q) {
-                T *const g = shared.rows[0] + q * p.m * W;
-                const Index skip = p.skipped(block, q);
+            if (dV.data && p.kind == Kind::triangular) clear(dV, at.block * p.k, at.block * p.k + kb, p.first_half(at.block) * H);
+            if (kept.scales && step + 1 < p.blocks()) { // another member may have kept them
+                const Index next = p.block_at(step + 1, way);
+                prefetch<false>(kept.factor_of(p, next), kp, kp, kp);
+                if (states) prefetch<false>(kept.Z_of(p, next), p.m, kp, kp);
+            }
+            const T *const state = states && step > 0 ? kept.state_of(p, columns, at.block) : nullptr;
+            return [=, &at](Index q, Index from, Index to) {
+                T *const g = own.rows[0] + q * p.m * W;
                 if (dV.data) {
-                    const T *const after = state ? state + (q - first) * p.m * W : shared.rows[1] + q * p.m * W;
-                    if (q + team.size < panels) {
-                        if (state) prefetch<false>(after + team.size * p.m * W, p.m, W, W);
-                        if (dV.column_stride == 1 && !streams(dV))
-                            prefetch<true>(&dV(block * p.k, (q + team.size) * W), kb, dV.row_stride, W);
+                    const T *const after = state ? state + (q - first) * p.m * W : own.rows[1] + q * p.m * W;
+                    if (q + 1 < columns.panels) {
+                        if (state) prefetch<false>(after + p.m * W, p.m, W, W);
+                        if (dV.column_stride == 1 && !streams(dV)) prefetch_columns<true>(dV, at.block, q + 1);
                     }
-                    gradient_of_panel(block, q, Z, R, g, after, dV);
+                    gradient_of_panel(at, q, from, to, Z, R, g, after, dV);
                     if (sets == 2) {
                         FASTH_PHASE(update);
-                        T *const o = shared.rows[1] + q * p.m * W;
-                        product<Result::add, T>(p.m, W - skip, {kb, Z, kp, 1, {Y(q) + skip, W}}, {o + skip, W}, {o + skip, W});
+                        T *const o = own.rows[1] + q * p.m * W + from;
+                        product<Result::add, T>(p.m, to - from, {kb, Z, kp, 1, {Y(at, q) + from, W}}, {o, W}, {o, W});
                     }
                 }
                 FASTH_PHASE(update);
-                product<Result::subtract, T>(p.m, W - skip, {kb, R, kp, 1, {Y(q) + skip, W}}, {g + skip, W}, {g + skip, W});
-            });
-            if (dV.data && p.kind == Kind::triangular) clear(dV, block * p.k, block * p.k + kb, first * W);
-        }
+                product<Result::subtract, T>(p.m, to - from, {kb, R, kp, 1, {Y(at, q) + from, W}}, {g + from, W}, {g + from, W});
+            };
+        });
         if (dV.data && p.kind == Kind::triangular) clear(dV, p.reflectors(), p.r, p.d);
-        if (dx.data) for_panels(0, [&](Index q) { store(shared.rows[0] + q * p.m * W, q, dx); });
         fence();
     }
 
   private:
-    template <class Action> void for_panels(Index first, Action action) const {
-        const Index skipped = (first - team.rank + team.size - 1) / team.size;
-        for (Index q = team.rank + std::max<Index>(skipped, 0) * team.size; q < panels; q += team.size) action(q);
+    const T *now(Index panel) const { return own.now[panel]; } // (m, W)
+    template <class Action> void for_halves(const Action &action) const {
+        for (Index q = 0; q < columns.panels; ++q)
+            for (Index half = 0; half < columns.to(q) / H; ++half) action(q, half);
     }
-    const T *&now(Index q) const { return own.now[q / team.size]; }
-    T *Y(Index q) const { return own.Y + q / team.size * kp * W; }   // (kp, W)
-    T *Yt(Index q) const { return own.Yt + q / team.size * kp * W; } // (W, kp)
+    T *Y(const Packed &at, Index q) const { return at.Y + q * kp * W; }   // (kp, W)
+    T *Yt(const Packed &at, Index q) const { return at.Yt + q * kp * W; } // (W, kp)
 
-    // Y and Yᵀ of the block in this member's panels, and, added up over the team, S = rows · Yᵀ for every set of rows
-    // and, if wanted, G = Y Yᵀ. Scales are those given, or, where lengths would overflow or vanish, found here.
-    void reflectors(Index block, int sets, bool gram, const T *scales) {
-        const Index kb = p.size_of(block);
-        std::fill(own.scale, own.scale + kb, T(1));
-        if (scales) std::copy(scales, scales + kb, own.scale);
-        const bool scaled = std::any_of(own.scale, own.scale + kb, [](T s) { return s != T(1); });
-        add_up(block, sets, gram, [&](Index q) {
-            pack(block, q);
-            if (scaled) rescale(q, kb);
-        });
-        if (gram && !lengths_are_safe(kb)) {
-            find_scales(block);
-            add_up(block, sets, gram, [&](Index q) { rescale(q, kb); });
+    // action(panel, from, to) on every panel that the block reaches.
+    template <class Action> void for_panels(Index block, Index start, const Action &action) const {
+        for (Index q = std::max(start, columns.first_panel(p, block)); q < columns.panels; ++q)
+            if (const Index from = columns.from(p, block, q), to = columns.to(q); from < to) action(q, from, to);
+    }
+    template <class Action> void for_panels(Index block, const Action &action) const { for_panels(block, 0, action); }
+
+    // One block after the other: S = rows · Yᵀ is added up over the team; `turn_of(step, block)` makes of it what the
+    // block needs, and gives back what to do to a panel, after which the panel's part of the next S is computed, while it
+    // is at hand. Packing the next block and its G = Y Yᵀ, if wanted, fills the time until the others' sums are there.
+    template <class Turn> void sweep(bool way, int sets, bool gram, const T *scales, const Turn &turn_of) {
+        if (p.blocks() == 0) return;
+        Packed *at = &own.packed[0], *next = &own.packed[1];
+        T *sums = begin_sums(sets, gram);
+        prepare(*at, p.block_at(0, way), gram, scales, sums + sets * p.m * kp);
+        for_panels(at->block, [&](Index q, Index from, Index to) { add_products(*at, q, from, to, sets, sums); });
+        for (Index step = 0; step < p.blocks(); ++step) {
+            const bool last = step + 1 == p.blocks();
+            announce(sets, gram);
+            if (!last) {
+                sums = begin_sums(sets, gram);
+                prepare(*next, p.block_at(step + 1, way), gram, scales, sums + sets * p.m * kp);
+            }
+            collect(sets);
+            if (gram && !lengths_are_safe(p.size_of(at->block))) rescale_block(*at, sets);
+            const auto visit = turn_of(step, *at);
+            const Index start = last ? p.half_panels() : columns.first_panel(p, next->block);
+            for (Index q = std::min(start, columns.first_panel(p, at->block)); q < columns.panels; ++q) {
+                const Index to = columns.to(q);
+                if (const Index from = columns.from(p, at->block, q); from < to) visit(q, from, to);
+                if (last) continue;
+                if (const Index from = columns.from(p, next->block, q); from < to) add_products(*next, q, from, to, sets, sums);
+            }
+            std::swap(at, next);
         }
     }
 
-    template <class Prepare> void add_up(Index block, int sets, bool gram, const Prepare &prepare) {
-        const Index kb = p.size_of(block), count = sets * p.m * kp + (gram ? kp * kp : 0);
-        // Two places in turn: a member that runs ahead does not write where another still reads.
-        T *const slots = shared.sums[turn], *const mine = slots + team.rank * shared.sum_size;
-        turn ^= 1;
-        G = own.S + sets * p.m * kp;
-        std::fill(mine, mine + count, T(0));
-        for_panels(p.first_panel(block), [&](Index q) {
-            prepare(q);
-            const Index skip = p.skipped(block, q);
-            if (V.column_stride == 1 && q + team.size < panels)
-                prefetch<false>(&V(block * p.k, (q + team.size) * W), kb, V.row_stride, W);
-            T *sum = mine;
-            for (int set = 0; set < sets; ++set, sum += p.m * kp) {
-                FASTH_PHASE(S);
-                const T *const rows = set == 0 ? now(q) : shared.rows[set] + q * p.m * W;
-                product<Result::add, T>(p.m, kp, {W - skip, rows + skip, W, 1, {Yt(q) + skip * kp, kp}}, {sum, kp}, {sum, kp});
-            }
-            if (gram) { // above the diagonal, more or less: what lies left of it in steps of `padding` is not computed
-                FASTH_PHASE(gram);
-                for (Index j = 0; j < kb; j += padding)
-                    product<Result::add, T>(std::min(padding, kb - j), kp - j,
-                                            {W - skip, Y(q) + j * W + skip, W, 1, {Yt(q) + skip * kp + j, kp}},
-                                            {sum + j * kp + j, kp}, {sum + j * kp + j, kp});
-            }
-        });
+    // This member's place for the sums of the next block, at zero.
+    T *begin_sums(int sets, bool gram) {
+        T *const mine = shared.sums[turn] + team.rank * shared.sum_size;
+        std::fill(mine, mine + sets * p.m * kp + (gram ? kp * kp : 0), T(0));
+        return mine;
+    }
+
+    void announce(int sets, bool gram) {
+        awaited_slots = shared.sums[turn];
+        awaited = sets * p.m * kp + (gram ? kp * kp : 0);
+        turn = (turn + 1) % 3;
+        team.arrive();
+        fetched = team.size == 1;
+    }
+
+    // Sums of other members travel from core to core while something else is done.
+    void fetch_when_complete() {
+        if (fetched || !team.complete()) return;
+        for (int member = 0; member < team.size; ++member)
+            if (member != team.rank) prefetch<false>(awaited_slots + member * shared.sum_size, 1, 0, awaited);
+        fetched = true;
+    }
+
+    // own.S, and G behind it: the sums of all members. Each adds up in the same order, so all take the same decisions.
+    void collect(int sets) {
         FASTH_PHASE(meet);
-        team.meet();
-        // Every member adds up all parts in the same order, so all of them take the same decisions.
-        std::copy(slots, slots + count, own.S);
+        team.wait();
+        G = own.S + sets * p.m * kp;
+        std::copy(awaited_slots, awaited_slots + awaited, own.S);
         for (int member = 1; member < team.size; ++member) {
-            const T *const part = slots + member * shared.sum_size;
-            for (Index i = 0; i < count; ++i) own.S[i] += part[i];
+            const T *const part = awaited_slots + member * shared.sum_size;
+            for (Index i = 0; i < awaited; ++i) own.S[i] += part[i];
         }
+    }
+
+    // Packs a block, with the scales given, and adds G = Y Yᵀ if wanted.
+    void prepare(Packed &at, Index block, bool gram, const T *scales, T *sum) {
+        const Index kb = p.size_of(block);
+        at.block = block;
+        std::fill(at.scale, at.scale + kb, T(1));
+        if (scales) std::copy(scales + block * p.k, scales + block * p.k + kb, at.scale);
+        const bool scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
+        for_panels(block, [&](Index q, Index from, Index to) {
+            if (V.column_stride == 1 && q + 1 < columns.panels) prefetch_columns<false>(V, block, q + 1);
+            pack(at, q, from, to);
+            if (scaled) rescale(at, q, from, to);
+            if (gram) add_gram(at, q, from, to, sum);
+            fetch_when_complete();
+        });
+    }
+
+    // S += rows · Yᵀ in one panel, for every set of rows.
+    void add_products(const Packed &at, Index q, Index from, Index to, int sets, T *sum) const {
+        FASTH_PHASE(S);
+        for (int set = 0; set < sets; ++set, sum += p.m * kp) {
+            const T *const rows = set == 0 ? now(q) : own.rows[set] + q * p.m * W;
+            product<Result::add, T>(p.m, kp, {to - from, rows + from, W, 1, {Yt(at, q) + from * kp, kp}}, {sum, kp}, {sum, kp});
+        }
+    }
+
+    // G += Y Yᵀ in one panel, above the diagonal, more or less: what lies left of it in steps of `padding` is left out.
+    void add_gram(const Packed &at, Index q, Index from, Index to, T *sum) const {
+        FASTH_PHASE(gram);
+        const Index kb = p.size_of(at.block);
+        for (Index j = 0; j < kb; j += padding)
+            product<Result::add, T>(std::min(padding, kb - j), kp - j,
+                                    {to - from, Y(at, q) + j * W + from, W, 1, {Yt(at, q) + from * kp + j, kp}},
+                                    {sum + j * kp + j, kp}, {sum + j * kp + j, kp});
+    }
+
+    template <bool to_write, class U> void prefetch_columns(const Strided<U> &of, Index block, Index q) const {
+        for (Index half = 0; half < columns.to(q) / H; ++half)
+            prefetch<to_write>(&of(block * p.k, columns.column(q, half)), p.size_of(block), of.row_stride, H);
     }
 
     // Within these bounds no product of lengths and their inverses leaves the range of float32. NaN is not within.
@@ -346,33 +442,46 @@ template <class T> class Member {
         return true;
     }
 
-    // The power of two below the largest entry of each reflector, found by the whole team.
-    void find_scales(Index block) {
-        const Index kb = p.size_of(block);
-        T *const slots = shared.sums[turn], *const mine = slots + team.rank * shared.sum_size;
-        turn ^= 1;
+    // The block again, every reflector divided by the power of two below its largest entry; found by the whole team.
+    void rescale_block(Packed &at, int sets) {
+        const Index kb = p.size_of(at.block);
+        T *mine = begin_spare();
         std::fill(mine, mine + kb, T(0));
-        for_panels(p.first_panel(block), [&](Index q) {
+        for_panels(at.block, [&](Index q, Index from, Index to) {
             for (Index j = 0; j < kb; ++j)
-                for (Index c = 0; c < W; ++c) mine[j] = std::max(mine[j], std::abs(Y(q)[j * W + c]));
+                for (Index c = from; c < to; ++c) mine[j] = std::max(mine[j], std::abs(Y(at, q)[j * W + c]));
         });
         team.meet();
         for (Index j = 0; j < kb; ++j) {
             T largest = 0;
             for (int member = 0; member < team.size; ++member)
-                largest = std::max(largest, slots[member * shared.sum_size + j]);
-            own.scale[j] = largest > 0 && std::isfinite(largest) ? std::ldexp(T(1), std::ilogb(largest)) : T(1);
+                largest = std::max(largest, awaited_slots[member * shared.sum_size + j]);
+            at.scale[j] = largest > 0 && std::isfinite(largest) ? std::ldexp(T(1), std::ilogb(largest)) : T(1);
         }
+        mine = begin_spare();
+        std::fill(mine, mine + awaited, T(0));
+        for_panels(at.block, [&](Index q, Index from, Index to) {
+            rescale(at, q, from, to);
+            add_gram(at, q, from, to, mine + sets * p.m * kp);
+            add_products(at, q, from, to, sets, mine);
+        });
+        team.arrive();
+        collect(sets);
+    }
+    T *begin_spare() {
+        awaited_slots = shared.spare[spare_turn];
+        spare_turn ^= 1;
+        return awaited_slots + team.rank * shared.sum_size;
     }
 
-    void rescale(Index q, Index kb) const {
-        for (Index j = 0; j < kb; ++j)
-            for (Index c = 0; c < W; ++c) Y(q)[j * W + c] /= own.scale[j]; // exact, and right for subnormal numbers
-        transpose<T>(kp, W, {Y(q), W}, {Yt(q), kp});
+    void rescale(const Packed &at, Index q, Index from, Index to) const {
+        for (Index j = 0; j < p.size_of(at.block); ++j)
+            for (Index c = from; c < to; ++c) Y(at, q)[j * W + c] /= at.scale[j]; // exact, and right for subnormal numbers
+        transpose<T>(kp, to - from, {Y(at, q) + from, W}, {Yt(at, q) + from * kp, kp});
     }
 
-    // Where a block meets a panel: which entries are there. Row j has those in columns start(j) to width; column c has
-    // those in rows 0 to stop(c). Compact storage leaves out the diagonal.
+    // Where a block meets half a panel: which entries are there. Row j has those in columns start(j) to width; column c
+    // has those in rows 0 to stop(c). Compact storage leaves out the diagonal.
     struct Piece {
         Index row, column, rows, width;
         bool triangular, compact;
@@ -382,27 +491,34 @@ template <class T> class Member {
         Index stop(Index c) const {
             return triangular ? std::clamp<Index>(column + c + 1 - compact - row, 0, rows) : rows;
         }
-        bool whole(Index W) const { return width == W && start(rows - 1) == 0; }
+        bool whole(Index H) const { return width == H && start(rows - 1) == 0; }
     };
-    Piece piece(Index block, Index q) const {
-        return {block * p.k, q * W, p.size_of(block), std::min(W, p.d - q * W), p.triangular(), p.kind == Kind::compact};
+    Piece piece(Index block, Index q, Index half) const {
+        const Index column = columns.column(q, half);
+        return {block * p.k, column, p.size_of(block), std::min(H, p.d - column), p.triangular(), p.kind == Kind::compact};
     }
 
     // Y and Yᵀ of the block in one panel, with zeros for whatever is not there.
-    void pack(Index block, Index q) const {
+    void pack(const Packed &at, Index q, Index from, Index to) const {
         FASTH_PHASE(pack);
-        const Piece at = piece(block, q);
-        T *const y = Y(q), *const yt = Yt(q);
         const bool by_columns = V.row_stride == 1 && V.column_stride != 1;
-        if (at.width == W && V.column_stride == 1) { // the usual case: all that is there in memory, then the zeros
-            copy<T>(at.rows, W, {&V(at.row, at.column), V.row_stride}, {y, W});
-            if (!at.whole(W))
+        for (Index start = from; start < to; start += H)
+            pack_half(piece(at.block, q, start / H), by_columns, Y(at, q) + start, Yt(at, q) + start * kp);
+        if (by_columns)
+            transpose<T>(to - from, kp, {Yt(at, q) + from * kp, kp}, {Y(at, q) + from, W});
+        else
+            transpose<T>(kp, to - from, {Y(at, q) + from, W}, {Yt(at, q) + from * kp, kp});
+    }
+
+    void pack_half(const Piece &at, bool by_columns, T *y, T *yt) const {
+        if (at.width == H && V.column_stride == 1) { // the usual case: all that is there in memory, then the zeros
+            copy<T>(at.rows, H, {&V(at.row, at.column), V.row_stride}, {y, W});
+            if (!at.whole(H))
                 for (Index j = 0; j < at.rows; ++j) std::fill(y + j * W, y + j * W + at.start(j), T(0));
-            std::fill(y + at.rows * W, y + kp * W, T(0));
         } else if (by_columns) {
-            for (Index c = 0; c < W; ++c) {
+            for (Index c = 0; c < H; ++c) {
                 const Index stop = c < at.width ? at.stop(c) : 0;
-                std::memcpy(yt + c * kp, &V(at.row, at.column + c), sizeof(T) * stop);
+                if (stop) std::memcpy(yt + c * kp, &V(at.row, at.column + c), sizeof(T) * stop);
                 std::fill(yt + c * kp + stop, yt + (c + 1) * kp, T(0));
             }
         } else {
@@ -414,19 +530,16 @@ template <class T> class Member {
                     std::memcpy(row + start, &V(at.row + j, at.column + start), sizeof(T) * (at.width - start));
                 else
                     for (Index c = start; c < at.width; ++c) row[c] = V(at.row + j, at.column + c);
-                std::fill(row + at.width, row + W, T(0));
+                std::fill(row + at.width, row + H, T(0));
             }
-            std::fill(y + at.rows * W, y + kp * W, T(0));
         }
+        if (!by_columns)
+            for (Index j = at.rows; j < kp; ++j) std::fill(y + j * W, y + j * W + H, T(0));
         if (at.compact)
             for (Index j = 0; j < at.rows; ++j) {
                 const Index c = at.row + j - at.column;
                 if (c >= 0 && c < at.width) (by_columns ? yt[c * kp + j] : y[j * W + c]) = T(1);
             }
-        if (by_columns)
-            transpose<T>(W, kp, {yt, kp}, {y, W});
-        else
-            transpose<T>(kp, W, {y, W}, {yt, kp});
     }
 
     // T = B⁻¹: (kp, kp) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first; rows that are only
@@ -482,40 +595,45 @@ template <class T> class Member {
     }
 
     // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.
-    void gradient_of_panel(Index block, Index q, const T *Z, const T *R, const T *g, const T *after, Strided<T> dV) const {
-        const Piece at = piece(block, q);
-        const Index kb = at.rows;
-        T *const dY = own.dY;
+    void gradient_of_panel(const Packed &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after,
+                           Strided<T> dV) const {
         FASTH_PHASE(gradient);
-        const Index skip = p.skipped(block, q);
-        const Term<T> terms[3] = {{kb, own.N, kp, 1, {Y(q) + skip, W}, p.transpose ? Left::strictly_upper : Left::strictly_lower},
-                                  {p.m, Z, 1, kp, {g + skip, W}},
-                                  {p.m, R, 1, kp, {after + skip, W}}};
-        const bool scaled = std::any_of(own.scale, own.scale + kb, [](T s) { return s != T(1); });
-        if (at.whole(W) && dV.column_stride == 1 && !scaled) { // the usual case, in place
-            const Matrix<T> place{&dV(at.row, at.column), dV.row_stride};
-            return streams(dV) ? product<Result::negative_streamed, T>(kb, W, terms, {nullptr, 0}, place)
-                               : product<Result::negative, T>(kb, W, terms, {nullptr, 0}, place);
+        const Index kb = p.size_of(at.block);
+        const Term<T> terms[3] = {{kb, own.N, kp, 1, {Y(at, q) + from, W}, p.transpose ? Left::strictly_upper : Left::strictly_lower},
+                                  {p.m, Z, 1, kp, {g + from, W}},
+                                  {p.m, R, 1, kp, {after + from, W}}};
+        bool in_place = dV.column_stride == 1 && std::all_of(at.scale, at.scale + kb, [](T s) { return s == T(1); });
+        for (Index start = from; start < to; start += H) in_place &= piece(at.block, q, start / H).whole(H);
+        if (in_place) { // the usual case
+            const Index gap = from == 0 ? columns.column(q, 1) - columns.column(q, 0) - H : 0;
+            const Matrix<T> place{&dV(at.block * p.k, columns.column(q, from / H)), dV.row_stride, gap};
+            return streams(dV) ? product<Result::negative_streamed, T>(kb, to - from, terms, {nullptr, 0}, place)
+                               : product<Result::negative, T>(kb, to - from, terms, {nullptr, 0}, place);
         }
-        product<Result::negative, T>(kb, W - skip, terms, {nullptr, 0}, {dY + skip, W});
+        T *const dY = own.dY;
+        product<Result::negative, T>(kb, to - from, terms, {nullptr, 0}, {dY + from, W});
         for (Index j = 0; j < kb; ++j)
-            if (own.scale[j] != T(1))
-                for (Index c = 0; c < W; ++c) dY[j * W + c] /= own.scale[j];
+            if (at.scale[j] != T(1))
+                for (Index c = from; c < to; ++c) dY[j * W + c] /= at.scale[j];
+        for (Index start = from; start < to; start += H)
+            store_gradient(piece(at.block, q, start / H), dY + start, Yt(at, q) + start * kp, dV);
+    }
+
+    // Half a panel of ∂Y into its place; `spare` is (H, kp). What compact storage leaves out is not ours to write.
+    void store_gradient(const Piece &at, T *dY, T *spare, Strided<T> dV) const {
         if (p.kind == Kind::triangular)
             for (Index j = 0; j < at.rows; ++j) std::fill(dY + j * W, dY + j * W + at.start(j), T(0));
-        const auto first = [&](Index j) { return at.compact ? at.start(j) : 0; }; // the rest is not ours to write
-        const auto last = [&](Index c) { return at.compact ? at.stop(c) : at.rows; };
         if (dV.row_stride == 1 && dV.column_stride != 1) {
-            T *const dYt = Yt(q); // no longer needed
-            std::fill(dY + at.rows * W, dY + kp * W, T(0));
-            transpose<T>(kp, W, {dY, W}, {dYt, kp});
+            for (Index j = at.rows; j < kp; ++j) std::fill(dY + j * W, dY + j * W + H, T(0));
+            transpose<T>(kp, H, {dY, W}, {spare, kp});
             for (Index c = 0; c < at.width; ++c)
-                std::memcpy(&dV(at.row, at.column + c), dYt + c * kp, sizeof(T) * last(c));
-        } else if (dV.column_stride == 1 && at.width == W && !at.compact) {
-            copy<T>(at.rows, W, {dY, W}, {&dV(at.row, at.column), dV.row_stride});
+                if (const Index count = at.compact ? at.stop(c) : at.rows)
+                    std::memcpy(&dV(at.row, at.column + c), spare + c * kp, sizeof(T) * count);
+        } else if (dV.column_stride == 1 && at.width == H && !at.compact) {
+            copy<T>(at.rows, H, {dY, W}, {&dV(at.row, at.column), dV.row_stride});
         } else {
             for (Index j = 0; j < at.rows; ++j) {
-                const Index c = first(j);
+                const Index c = at.compact ? at.start(j) : 0;
                 if (dV.column_stride == 1)
                     std::memcpy(&dV(at.row + j, at.column + c), dY + j * W + c, sizeof(T) * (at.width - c));
                 else
@@ -527,7 +645,7 @@ template <class T> class Member {
     // Whether the gradient of V is so large that it would leave the caches before anybody reads it.
     bool streams(const Strided<T> &dV) const {
         constexpr Index line = 64;
-        return p.r * p.d * Index(sizeof(T)) >= (Index(4) << 20) && dV.column_stride == 1 && p.d % W == 0 &&
+        return p.r * p.d * Index(sizeof(T)) >= (Index(4) << 20) && dV.column_stride == 1 && p.d % H == 0 &&
                dV.row_stride * Index(sizeof(T)) % line == 0 && reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 
@@ -544,31 +662,14 @@ template <class T> class Member {
         }
     }
 
-    void keep(Index block, const Kept<T> &kept) const {
+    void keep(const Packed &at, const Kept<T> &kept) const {
         FASTH_PHASE(keep);
-        const Index kb = p.size_of(block);
+        const Index kb = p.size_of(at.block);
         if (team.rank == team.size - 1) {
-            std::copy(own.scale, own.scale + kb, kept.scales + block * p.k);
-            std::copy(own.other, own.other + kp * kp, kept.factor_of(p, block)); // the way back needs the other one
+            std::copy(at.scale, at.scale + kb, kept.scales + at.block * p.k);
+            std::copy(own.other, own.other + kp * kp, kept.factor_of(p, at.block)); // the way back needs the other one
         }
-        if (kept.Z && team.rank == 0) std::copy(own.Z, own.Z + p.m * kp, kept.Z_of(p, block));
-    }
-
-    void load(Strided<const T> source, Index q, T *panel) const {
-        FASTH_PHASE(rows);
-        const Index column = q * W, width = std::min(W, p.d - column);
-        for (Index i = 0; i < p.m; ++i) {
-            if (source.column_stride == 1)
-                std::memcpy(panel + i * W, &source(i, column), sizeof(T) * width);
-            else
-                for (Index c = 0; c < width; ++c) panel[i * W + c] = source(i, column + c);
-            std::fill(panel + i * W + width, panel + (i + 1) * W, T(0));
-        }
-    }
-    void store(const T *panel, Index q, Strided<T> target) const {
-        FASTH_PHASE(rows);
-        const Index column = q * W, width = std::min(W, p.d - column);
-        for (Index i = 0; i < p.m; ++i) std::memcpy(&target(i, column), panel + i * W, sizeof(T) * width);
+        if (kept.Z && team.rank == 0) std::copy(own.Z, own.Z + p.m * kp, kept.Z_of(p, at.block));
     }
 };
 

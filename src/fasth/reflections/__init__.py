@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fasth.reflections import blocked, native
 from fasth.reflections.tuning import default_block_size, materialising_pays
 
-__all__ = ["householder", "householder_compact"]
+__all__ = ["FORMS", "householder", "householder_compact", "svd_linear"]
+
+FORMS = ("full", "triangular", "compact")
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -78,6 +81,33 @@ def householder_compact(
         return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
     V = blocked.expand_compact(V)
     return householder(x, V, transpose=transpose, triangular=True, block_size=block_size)
+
+
+def svd_linear(
+    x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor | None = None, *, form: str = "compact"
+) -> Tensor:
+    """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
+
+    Args:
+        x: (*, m).
+        U: (·, n), the reflectors of Q_U, of the given form: "full", "triangular" or "compact".
+        sigma: (k,) with k ≤ min(n, m); of any sign.
+        V: (·, m), the reflectors of Q_V. Exchange U and V for x W.
+        bias: (n,).
+
+    Returns:
+        (*, n).
+    """
+    k, n = sigma.shape[-1], U.shape[-1]
+    rows = _of_form(x, V, form, transpose=True)[..., :k] * sigma
+    out = _of_form(F.pad(rows, (0, n - k)), U, form)
+    return out if bias is None else out + bias
+
+
+def _of_form(x: Tensor, V: Tensor, form: str, transpose: bool = False) -> Tensor:
+    if form == "compact":
+        return householder_compact(x, V, transpose=transpose)
+    return householder(x, V, transpose=transpose, triangular=form == "triangular")
 
 
 def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:

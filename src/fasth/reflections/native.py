@@ -7,7 +7,7 @@ import os
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,23 +108,20 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size:
 
 def _forward(
     x: Tensor, V: Tensor, options: tuple[bool, int, int], needs_x: bool, needs_V: bool
-) -> tuple[Tensor, tuple[Any, ...], Tensor | None, bool]:
-    """The output, the problem in the core's terms, and what is kept for a gradient, with or without the states."""
-    kept_size, forward, _ = _functions(core(), x.dtype)
+) -> tuple[Tensor, tuple[Any, ...], Tensor | None, tuple[int, int]]:
+    """The output; the problem in the core's terms; what is kept for a gradient, how it is laid out."""
+    functions = _functions(core(), x.dtype)
     transpose, kind, block_size = options
     B, m, x_strides = _batch_rows_strides(x, V)
-    problem = m, *V.shape[-2:], kind, transpose, block_size
-    kept, with_states = None, False
+    problem = m, *V.shape[-2:], kind, transpose, block_size, B
+    kept, size, with_states = None, 0, False
     if needs_x or needs_V:
         # V and the output are kept anyway. The rest may take as much again.
-        room = x.numel() + V.numel()
-        with_states = needs_V and B * kept_size(*problem, True) <= room
-        size = B * kept_size(*problem, with_states)
-        kept = x.new_empty(size) if size <= room else None
+        size, with_states = functions.plan(*problem, torch.get_num_threads(), x.numel() + V.numel())
+        kept = x.new_empty(B * size) if size else None
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    forward(
+    members = functions.forward(
         *problem,
-        B,
         torch.get_num_threads(),
         x.data_ptr(),
         x_strides,
@@ -132,9 +129,10 @@ def _forward(
         _batch_rows_strides(V, V)[2],
         out.data_ptr(),
         0 if kept is None else kept.data_ptr(),
+        size,
         with_states,
     )
-    return out, problem, kept, with_states
+    return out, problem, kept, (size, members)
 
 
 class _Householder(torch.autograd.Function):
@@ -142,7 +140,7 @@ class _Householder(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, V: Tensor, *options: Any) -> Tensor:
         needs_x, needs_V, *_ = ctx.needs_input_grad
         x = _in_rows(x, V)
-        out, ctx.problem, kept, ctx.with_states = _forward(x, V, options, needs_x, needs_V)
+        out, ctx.problem, kept, ctx.layout = _forward(x, V, options, needs_x, needs_V)
         ctx.kept_size = 0 if kept is None else kept.numel()
         ctx.save_for_backward(V, out if needs_V else None, kept)
         return out
@@ -151,31 +149,28 @@ class _Householder(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         V, out, kept = ctx.saved_tensors
         needs_x, needs_V, *_ = ctx.needs_input_grad
-        *_, kind, transpose, block_size = ctx.problem
+        _, r, d, kind, transpose, block_size, _ = ctx.problem
         if torch.is_grad_enabled() or _watched() or not _plain(g):  # a second derivative is to follow, for one
             dx, dV = _differentiable_gradients(g, out, V, transpose, kind, block_size, needs_x, needs_V)
             return dx, dV, None, None, None
-        if V.dtype != g.dtype or V.shape[-2:] != ctx.problem[1:3]:
+        if V.dtype != g.dtype or V.shape[-2:] != (r, d):
             raise RuntimeError("a hook on saved tensors should give them back as they were")
         out, kept = _as_saved(out, g.numel(), g.dtype), _as_saved(kept, ctx.kept_size, g.dtype)
-        *_, backward = _functions(core(), g.dtype)
         g = _in_rows(g, V)
-        B, _, g_strides = _batch_rows_strides(g, V)
         dx = torch.empty_like(g, memory_format=torch.contiguous_format) if needs_x else None
         dV = None
         if needs_V:
             dV = torch.zeros_like(V) if kind == COMPACT else torch.empty_like(V)
-        backward(
+        _functions(core(), g.dtype).backward(
             *ctx.problem,
-            B,
             torch.get_num_threads(),
             g.data_ptr(),
-            g_strides,
+            _batch_rows_strides(g, V)[2],
             0 if out is None else out.data_ptr(),
             V.data_ptr(),
             _batch_rows_strides(V, V)[2],
             0 if kept is None else kept.data_ptr(),
-            ctx.with_states,
+            *ctx.layout,
             0 if dx is None else dx.data_ptr(),
             0 if dV is None else dV.data_ptr(),
             (0, 0, 0) if dV is None else _batch_rows_strides(dV, V)[2],
@@ -215,11 +210,19 @@ def _differentiable_gradients(
     return None if dx is None else dx.reshape(g.shape), None if dV is None else dV.reshape(V.shape)
 
 
+class _Functions(NamedTuple):
+    plan: Any
+    forward: Any
+    backward: Any
+    svd_plan: Any
+    svd_forward: Any
+    svd_backward: Any
+
+
 @functools.cache
-def _functions(module: Any, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    if dtype == torch.float32:
-        return module.kept_size_float32, module.forward_float32, module.backward_float32
-    return module.kept_size_float64, module.forward_float64, module.backward_float64
+def _functions(module: Any, dtype: torch.dtype) -> _Functions:
+    suffix = "float32" if dtype == torch.float32 else "float64"
+    return _Functions(*(getattr(module, f"{name}_{suffix}") for name in _Functions._fields))
 
 
 def _batch_rows_strides(t: Tensor, V: Tensor) -> tuple[int, int, tuple[int, ...]]:

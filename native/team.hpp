@@ -1,0 +1,79 @@
+// Threads that work on one product together, and the memory they use.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <new>
+#include <thread>
+
+#include "products.hpp"
+
+namespace fasth {
+
+// The members of a team run the same code, each on its own columns. They meet once a block, in two halves: a member
+// arrives when its sums are written, does what needs no one else, and only then waits for the others. Waiting spins, since
+// all arrive within microseconds of each other, and where they do not (more threads than processors) gives way.
+class Team {
+  public:
+    struct Meeting {
+        alignas(64) std::atomic<Index> arrivals{0};
+    };
+    const int size, rank;
+
+    Team(int size, int rank, Meeting &meeting) : size(size), rank(rank), meeting(meeting) {}
+
+    void arrive() {
+        if (size == 1) return;
+        due += size;
+        meeting.arrivals.fetch_add(1, std::memory_order_acq_rel);
+    }
+    bool complete() const { return size == 1 || meeting.arrivals.load(std::memory_order_acquire) >= due; }
+    void wait() const {
+        for (int spins = 0; !complete();) {
+            if (spins < 2000)
+                pause(), ++spins;
+            else
+                std::this_thread::yield();
+        }
+    }
+    void meet() {
+        arrive();
+        wait();
+    }
+
+  private:
+    Meeting &meeting;
+    Index due = 0;
+
+    static void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+        _mm_pause();
+#endif
+    }
+};
+
+// Memory taken in one piece before the work starts, so that nothing can fail in the middle of it: the same calls first
+// count what is needed, then hand it out.
+class Arena {
+  public:
+    Arena() = default;
+    ~Arena() { ::operator delete(memory, std::align_val_t(64)); }
+    Arena(const Arena &) = delete;
+    Arena &operator=(const Arena &) = delete;
+
+    template <class T> T *take(Index count) {
+        const Index start = used;
+        used += round_up(count * Index(sizeof(T)), 64);
+        return memory ? reinterpret_cast<T *>(memory + start) : nullptr;
+    }
+    void provide() {
+        memory = static_cast<char *>(::operator new(std::size_t(used), std::align_val_t(64)));
+        used = 0;
+    }
+
+  private:
+    char *memory = nullptr;
+    Index used = 0;
+};
+
+} // namespace fasth
