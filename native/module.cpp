@@ -237,6 +237,10 @@ void svd_backward(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_
         v.load_scaled(u, f.diagonal);
         v.backward({f.V, memory + f.V_kept(), team.size, team.rank, team.size == members}, matrix<T>(dV, dV_strides, 0));
         if (dx) v.store({reinterpret_cast<T *>(dx), n_in, 1});
+        // Compact reflectors leave out their diagonal, which U and V may share.
+        const Strided<T> dV_matrix = matrix<T>(dV, dV_strides, 0);
+        if (dV && f.V.kind == Kind::compact)
+            for (Index i = team.rank; i < f.V.reflectors(); i += team.size) dV_matrix(i, i) = T(0);
     });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 from fasth.reflections import blocked, native
 from fasth.reflections.tuning import default_block_size, materialising_pays
 
-__all__ = ["FORMS", "householder", "householder_compact", "svd_linear"]
+__all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
 
 FORMS = ("full", "triangular", "compact")
 
@@ -84,7 +85,14 @@ def householder_compact(
 
 
 def svd_linear(
-    x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor | None = None, *, form: str = "compact"
+    x: Tensor,
+    U: Tensor,
+    sigma: Tensor,
+    V: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    signs: Tensor | None = None,
+    form: str = "compact",
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
 
@@ -92,16 +100,51 @@ def svd_linear(
         x: (*, m).
         U: (·, n), the reflectors of Q_U, of the given form: "full", "triangular" or "compact".
         sigma: (k,) with k ≤ min(n, m); of any sign.
-        V: (·, m), the reflectors of Q_V. Exchange U and V for x W.
+        V: (·, m), the reflectors of Q_V. Left out, U is the (n, m) matrix that holds both, compact: V's as its rows
+            right of the diagonal, U's as its columns below it.
         bias: (n,).
+        signs: (2, k), those of U's and of V's columns. Constants: they get no gradient.
 
     Returns:
         (*, n).
     """
+    U_side, V_side = (U.mT, U) if V is None else (U, V)
+    rows = x.numel() // x.shape[-1]
+    if materialising_pays(rows, *U_side.shape, form != "full") and materialising_pays(rows, *V_side.shape, form != "full"):
+        W = svd_dense(U, sigma, V, signs=signs, form=form)
+        return F.linear(x, W, bias)
+    tensors = [x, U, sigma] + [t for t in (V, bias) if t is not None]
+    if all(native.usable(x, t) and t.dtype == x.dtype for t in tensors) and (signs is None or native.usable(x, signs)):
+        small = [None if t is None else t.contiguous() for t in (sigma, bias, signs)]
+        composed = partial(_svd_composed, form=form)
+        return native.svd_linear(x, U, small[0], V, small[1], small[2], FORMS.index(form), composed)
+    return _svd_composed(x, U, sigma, V, bias, signs, form=form)
+
+
+def svd_dense(
+    U: Tensor, sigma: Tensor, V: Tensor | None = None, *, signs: Tensor | None = None, form: str = "compact"
+) -> Tensor:
+    """W: (n, m) of ``svd_linear``, by applying the reflections to the rows of a diagonal matrix."""
+    U_side, V_side = (U.mT, U) if V is None else (U, V)
+    n, m, k = U_side.shape[-1], V_side.shape[-1], sigma.shape[-1]
+    diagonal = torch.eye(k, m, dtype=sigma.dtype, device=sigma.device)
+    rows = _of_form(diagonal, V_side, form)  # the first k columns of Q_V, as rows
+    scaled = _signed(sigma, signs).unsqueeze(-1) * rows
+    return _of_form(F.pad(scaled.mT, (0, n - k)), U_side, form).mT
+
+
+def _svd_composed(
+    x: Tensor, U: Tensor, sigma: Tensor, V: Tensor | None, bias: Tensor | None, signs: Tensor | None, *, form: str
+) -> Tensor:
+    U, V = (U.mT, U) if V is None else (U, V)
     k, n = sigma.shape[-1], U.shape[-1]
-    rows = _of_form(x, V, form, transpose=True)[..., :k] * sigma
+    rows = _of_form(x, V, form, transpose=True)[..., :k] * _signed(sigma, signs)
     out = _of_form(F.pad(rows, (0, n - k)), U, form)
     return out if bias is None else out + bias
+
+
+def _signed(sigma: Tensor, signs: Tensor | None) -> Tensor:
+    return sigma if signs is None else sigma * signs[0] * signs[1]
 
 
 def _of_form(x: Tensor, V: Tensor, form: str, transpose: bool = False) -> Tensor:
