@@ -30,7 +30,7 @@ class Team {
     bool complete() const { return size == 1 || meeting.arrivals.load(std::memory_order_acquire) >= due; }
     void wait() const {
         for (int spins = 0; !complete();) {
-            if (spins < 2000)
+            if (spins < 300)
                 pause(), ++spins;
             else
                 std::this_thread::yield();

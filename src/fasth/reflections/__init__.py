@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.reflections import blocked, native
+from fasth.reflections import blocked, native, native_svd
 from fasth.reflections.tuning import default_block_size, materialising_pays
 
 __all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
@@ -108,16 +108,16 @@ def svd_linear(
     Returns:
         (*, n).
     """
-    U_side, V_side = (U.mT, U) if V is None else (U, V)
-    rows = x.numel() // x.shape[-1]
-    if materialising_pays(rows, *U_side.shape, form != "full") and materialising_pays(rows, *V_side.shape, form != "full"):
-        W = svd_dense(U, sigma, V, signs=signs, form=form)
-        return F.linear(x, W, bias)
-    tensors = [x, U, sigma] + [t for t in (V, bias) if t is not None]
-    if all(native.usable(x, t) and t.dtype == x.dtype for t in tensors) and (signs is None or native.usable(x, signs)):
-        small = [None if t is None else t.contiguous() for t in (sigma, bias, signs)]
-        composed = partial(_svd_composed, form=form)
-        return native.svd_linear(x, U, small[0], V, small[1], small[2], FORMS.index(form), composed)
+    n, m = U.shape if V is None else (U.shape[1], V.shape[1])
+    tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]
+    _check_svd(x, tensors, n, m, sigma, bias, signs)
+    if _autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
+    if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full"):
+        return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
+    if native.usable(*tensors):
+        return native_svd.svd_linear(x, U, sigma, V, bias, signs, FORMS.index(form), _SVD_COMPOSED[form])
     return _svd_composed(x, U, sigma, V, bias, signs, form=form)
 
 
@@ -141,6 +141,9 @@ def _svd_composed(
     rows = _of_form(x, V, form, transpose=True)[..., :k] * _signed(sigma, signs)
     out = _of_form(F.pad(rows, (0, n - k)), U, form)
     return out if bias is None else out + bias
+
+
+_SVD_COMPOSED = {form: partial(_svd_composed, form=form) for form in FORMS}
 
 
 def _signed(sigma: Tensor, signs: Tensor | None) -> Tensor:
@@ -201,6 +204,23 @@ def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:
             raise TypeError(f"`block_size` should be an int or None; got {type(block_size).__name__}")
         if block_size < 1:
             raise ValueError(f"`block_size` should be at least 1; got {block_size}")
+
+
+def _check_svd(
+    x: Tensor, tensors: list[Tensor], n: int, m: int, sigma: Tensor, bias: Tensor | None, signs: Tensor | None
+) -> None:
+    if x.ndim < 1 or x.shape[-1] != m:
+        raise ValueError(f"`x` should have last dimension {m} to match a weight of shape {(n, m)}; got {_shape(x)}")
+    for t in tensors:
+        if t.device != sigma.device or (t.dtype != sigma.dtype and not (t is x and _autocast(x))):
+            got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+            raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
+    k = sigma.shape[0]
+    if k > min(n, m) or (signs is not None and signs.shape != (2, k)) or (bias is not None and bias.shape != (n,)):
+        raise ValueError(
+            f"a weight of shape {(n, m)} should have at most {min(n, m)} singular values, two rows of as many signs, "
+            f"and a bias of {n}; got {k}, {signs is not None and _shape(signs)} and {bias is not None and _shape(bias)}"
+        )
 
 
 def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

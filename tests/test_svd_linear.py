@@ -1,0 +1,215 @@
+"""x Wᵀ + bias with W = U Σ Vᵀ, on every path, against the definition: one reflection at a time, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from problems import gradient_of
+from torch import Tensor
+
+from fasth.reflections import definition, svd_dense, svd_linear
+from fasth.reflections.blocked import expand_compact
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: tuple[int, ...]
+    n: int
+    m: int
+    k: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.n}x{self.m}" + ("" if self.k is None else f", rank {self.k}")
+
+
+SHAPES = [
+    Shape((5,), 8, 8),
+    Shape((5,), 12, 7),
+    Shape((5,), 7, 12),
+    Shape((3,), 1, 1),
+    Shape((3,), 1, 6),
+    Shape((3,), 6, 1),
+    Shape((), 6, 5),
+    Shape((0,), 6, 5),
+    Shape((2, 3), 6, 5),
+    Shape((5,), 9, 11, 4),
+    Shape((5,), 9, 11, 0),
+    Shape((33,), 70, 130),
+    Shape((40,), 100, 65),
+    Shape((200,), 40, 70),  # W is formed
+]
+FORMS = ["compact", "shared", "full", "triangular"]
+
+
+def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """All arguments of ``svd_linear``, wanting gradients but for the signs. ``shared``: compact, both in one matrix."""
+    generator = torch.Generator().manual_seed(shape.n + shape.m)
+    n, m = shape.n, shape.m
+    k = min(n, m) if shape.k is None else shape.k
+    sizes = {"x": (*shape.rows, m), "U": (n, m), "sigma": (k,), "V": (m, m), "bias": (n,), "signs": (2, k)}
+    if form != "shared":
+        sizes["U"] = (n, n)
+    tensors = {
+        name: torch.randn(size, dtype=torch.float64, generator=generator).to(device, dtype)
+        for name, size in sizes.items()
+    }
+    tensors["signs"] = torch.where(tensors["signs"] < 0, -1, 1).to(dtype)
+    if form == "shared":
+        del tensors["V"]
+    if form in ("shared", "compact"):
+        for name in ("U", "V"):
+            if name in tensors:
+                tensors[name] = tensors[name].clamp(-1, 1)
+    return {name: t.requires_grad_(name != "signs") for name, t in tensors.items()}
+
+
+def from_definition(x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor, signs: Tensor, form: str) -> Tensor:
+    if x.ndim == 1:
+        return from_definition(x.unsqueeze(0), U, sigma, V, bias, signs, form).squeeze(0)
+    if form in ("shared", "compact"):
+        U, V = expand_compact(U), expand_compact(V)
+    triangular = form != "full"
+    rows = (
+        definition.householder(x, V, transpose=True, triangular=triangular)[..., : len(sigma)]
+        * sigma
+        * signs[0]
+        * signs[1]
+    )
+    rows = torch.cat((rows, rows.new_zeros(*rows.shape[:-1], U.shape[-1] - len(sigma))), -1)
+    return definition.householder(rows, U, triangular=triangular) + bias
+
+
+def expected(tensors: dict[str, Tensor], form: str) -> tuple[Tensor, ...]:
+    exact = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+    sides = {"U": exact["U"].mT, "V": exact["U"]} if form == "shared" else {}
+    out = from_definition(**{**exact, **sides}, form=form)
+    return with_gradients(out, exact)
+
+
+def with_gradients(out: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    g = gradient_of(out).to(tensors["x"].dtype).to(out)
+    inputs = [t for t in tensors.values() if t.requires_grad]
+    found = torch.autograd.grad(out, inputs, g, allow_unused=True)
+    return out, *(torch.zeros_like(t) if f is None else f for f, t in zip(found, inputs, strict=True))
+
+
+def actual(tensors: dict[str, Tensor], form: str) -> Tensor:
+    return svd_linear(**tensors, form="compact" if form == "shared" else form)
+
+
+def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], d: int) -> None:
+    """Within 8 d roundings of numbers as large as the largest on their way."""
+    scale = max([1.0] + [t.abs().max().item() for t in wanted if t.numel()])
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape
+        tolerance = 8 * d * (torch.finfo(a.dtype).eps + torch.finfo(b.dtype).eps)
+        if a.numel():
+            assert (a.double() - b).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_value_and_gradients(path: str, shape: Shape, form: str, precise: torch.dtype, device: str) -> None:
+    tensors = draw(shape, form, precise, device)
+    got = with_gradients(actual(tensors, form), tensors)
+    assert_all_close(got, expected(tensors, form), shape.n + shape.m)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dense(path: str, form: str, device: str) -> None:
+    for shape in SHAPES:
+        tensors = draw(shape, form, torch.float64, device)
+        options = {name: tensors.get(name) for name in ("U", "sigma", "V", "signs")}
+        W = svd_dense(**options, form="compact" if form == "shared" else form)
+        assert W.shape == (shape.n, shape.m)
+        out = torch.nn.functional.linear(tensors["x"], W, tensors["bias"])
+        assert_all_close((out,), (actual(tensors, form).double(),), shape.n + shape.m)
+
+
+@pytest.mark.parametrize("form", ["shared", "full"])
+@pytest.mark.parametrize("wanted", ["x", "U", "sigma", "V", "bias"])
+def test_one_gradient_at_a_time(path: str, form: str, wanted: str, device: str) -> None:
+    tensors = draw(Shape((5,), 12, 7), form, torch.float64, device)
+    if wanted not in tensors:
+        wanted = "U"
+    for name, t in tensors.items():
+        t.requires_grad_(name == wanted)
+    got = with_gradients(actual(tensors, form), tensors)
+    assert_all_close(got, expected(tensors, form), 19)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads(path: str, threads: int) -> None:
+    tensors = draw(Shape((32,), 200, 140), "shared", torch.float64, "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = with_gradients(actual(tensors, "shared"), tensors)
+        out = actual(tensors, "shared")
+        torch.set_num_threads(2)  # another number of threads than in the forward pass
+        again = with_gradients(out, tensors)
+    finally:
+        torch.set_num_threads(before)
+    wanted = expected(tensors, "shared")
+    assert_all_close(got, wanted, 340)
+    assert_all_close(again, wanted, 340)
+
+
+def test_states_are_not_kept_where_they_would_take_much_memory(path: str) -> None:
+    tensors = draw(Shape((1400,), 16, 700), "shared", torch.float32, "cpu")
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        out = actual(tensors, "shared")
+    given = sum(t.numel() for t in tensors.values())
+    assert sum(sizes) <= 4 * given + (1 << 18)
+    assert_all_close(with_gradients(out, tensors), expected(tensors, "shared"), 716)
+
+
+def test_second_derivatives(path: str) -> None:
+    tensors = draw(Shape((2,), 4, 3), "shared", torch.float64, "cpu")
+    signs = tensors.pop("signs")
+    tensors["U"] = tensors["U"].detach().mul(0.9).requires_grad_()
+
+    def function(*inputs: Tensor) -> Tensor:
+        return actual(dict(zip(tensors, inputs, strict=True)) | {"signs": signs}, "shared")
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+    assert torch.autograd.gradgradcheck(function, tuple(tensors.values()))
+
+
+def test_strides(path: str, device: str) -> None:
+    tensors = draw(Shape((6,), 10, 14), "shared", torch.float64, device)
+    strided = {
+        name: t.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_(t.requires_grad)
+        for name, t in tensors.items()
+    }
+    strided["U"] = tensors["U"].detach().mT.clone().mT.requires_grad_()
+    got = with_gradients(actual(strided, "shared"), strided)
+    assert_all_close(got, expected(tensors, "shared"), 24)
+
+
+def test_a_hook_that_changes_saved_tensors_is_found_out() -> None:
+    tensors = draw(Shape((5,), 8, 8), "shared", torch.float32, "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.double()):
+        out = actual(tensors, "shared")
+    with pytest.raises(RuntimeError, match="saved tensor"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.randn(5, 9)},
+        {"x": torch.randn(5, 8, dtype=torch.float64)},
+        {"sigma": torch.randn(9)},
+        {"signs": torch.ones(8)},
+        {"bias": torch.randn(7)},
+        {"bias": torch.randn(8, dtype=torch.float64)},
+    ],
+)
+def test_bad_arguments(path: str, change: dict[str, Tensor]) -> None:
+    tensors = draw(Shape((5,), 8, 8), "shared", torch.float32, "cpu")
+    with pytest.raises((ValueError, TypeError), match="should have"):
+        actual(tensors | change, "shared")
