@@ -39,7 +39,7 @@ struct Plan {
     int teams, members;
 };
 Plan plan_for(Index batch, Index operations, Index panels, int threads) {
-    if (forked || operations < Index(1) << 20) threads = 1; // the latter: too little to share
+    if (forked || operations < Index(1) << 19) threads = 1; // the latter: too little to share
     if (batch >= threads) return {int(std::max<Index>(1, std::min<Index>(threads, batch))), 1};
     return {1, int(std::min<Index>(threads, panels))};
 }

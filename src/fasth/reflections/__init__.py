@@ -52,6 +52,9 @@ def householder(
         >>> torch.allclose(householder(y, V, transpose=True), x, atol=1e-5)
         True
     """
+    if block_size is None and native.usable(x, V) and _usual(x, V, triangular):  # the shortest way, for small steps
+        kind = native.TRIANGULAR if triangular else native.FULL
+        return native.householder(x, V, transpose=transpose, kind=kind, block_size=default_block_size(V.shape[0]))
     _check(x, V, block_size)
     if _autocast(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
@@ -179,6 +182,14 @@ def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: 
     else:
         out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
     return out.reshape(shape)
+
+
+def _usual(x: Tensor, V: Tensor, triangular: bool) -> bool:
+    """Whether nothing is wrong with plain tensors on the CPU, nothing special, and nothing to be gained by forming Q."""
+    if V.ndim != 2 or x.dtype != V.dtype or torch._C._is_any_autocast_enabled():
+        return False
+    r, d = V.shape
+    return x.ndim > 0 and x.shape[-1] == d > 0 and not materialising_pays(x.numel() // d, r, d, triangular)
 
 
 def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:

@@ -71,7 +71,7 @@ def _spec(level: str) -> Any:
 
 def usable(*tensors: Tensor) -> bool:
     """Whether the core takes these: eager work on plain float32 or float64 CPU tensors, watched by nobody."""
-    return tensors[0].dtype in _DTYPES and core() is not None and not watched() and all(map(plain, tensors))
+    return not watched() and core() is not None and all(map(plain, tensors)) and tensors[0].dtype in _DTYPES
 
 
 def watched() -> bool:
@@ -88,8 +88,8 @@ def watched() -> bool:
 def plain(t: Tensor) -> bool:
     """Whether what stands in t's memory is all there is to it. There is none for zeros kept as such, or once freed."""
     return (
-        t.is_cpu
-        and type(t) in _PLAIN
+        type(t) in _PLAIN
+        and t.is_cpu
         and not t.is_neg()
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)  # one that has outlived its transform
         and t.data_ptr() != 0
@@ -231,8 +231,9 @@ def _functions(module: Any, dtype: torch.dtype) -> _Functions:
 
 def _batch_rows_strides(t: Tensor, V: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """How t lies in memory as (B, rows, d). If V has no batch, all of t is rows, and B is 1."""
-    if t.ndim == V.ndim:
-        return (t.shape[0], t.shape[1], t.stride()) if t.ndim == 3 else (1, t.shape[0], (0, *t.stride()))
+    dims = t.ndim
+    if dims == V.ndim:
+        return (t.shape[0], t.shape[1], t.stride()) if dims == 3 else (1, t.shape[0], (0, *t.stride()))
     return 1, t.numel() // t.shape[-1], (0, t.shape[-1], 1)  # contiguous: _in_rows saw to that
 
 

@@ -1,0 +1,267 @@
+"""Whole models: their layers held as SVDs, or dense again, or truncated. What cannot be converted is left alone, and
+it is said why."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from fasth import lowrank
+from fasth.lowrank import LowRank, dense_twin, matrix_shape, truncated
+from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD
+from fasth.nn.factored import Factored, one_of
+from fasth.nn.factors import REFLECTORS
+from fasth.replace import FILTERED, Conversion, Filter, Plan, factors
+from fasth.spectrum import Spectrum, free
+
+__all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
+
+logger = logging.getLogger("fasth")
+
+_DENSE = (*lowrank.DENSE, nn.RNN)
+_FACTORED = (*lowrank.FACTORED, LinearOrthogonal, RNNSVD)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HOOKS_LOST = "its hooks would be lost"
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def to_svd(
+    model: nn.Module,
+    *,
+    filter: Filter | None = None,
+    inplace: bool = False,
+    spectrum: Spectrum | None = None,
+    reflectors: str = "compact",
+    report: list[Conversion] | None = None,
+) -> nn.Module:
+    """The model with the weights of its Linear, Conv1d, Conv2d and RNN layers held as W = U Σ Vᵀ; the same to rounding.
+
+    Exactly these classes are converted. A subclass may compute something else, or be read by its parent. Device,
+    dtype, ``requires_grad`` and the training mode stay as they are, and biases stay the same parameters. Modules that
+    share a weight are all converted and share its factors, or none of them is. Left alone are also layers with hooks,
+    which would be lost, and layers that hold anything besides their weight and bias.
+
+    Args:
+        model: any module, such a layer itself among them. Without any that can be converted it is an error.
+        filter: ``filter(name, module)`` says which of the layers that can be converted are to be.
+        inplace: change ``model``, not a copy. If it is such a layer itself, only what is returned is converted.
+        spectrum: the map to the singular values, by default ``spectrum.free()``. Any other replaces singular values
+            that it does not have by the nearest ones that it has, and so changes what the model computes.
+        reflectors: "compact", or "full" for the paper's square U and V; an RNN's are always compact.
+        report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, what was
+            left alone is logged, as a warning of the logger "fasth".
+
+    Returns:
+        The converted model. If anything fails, ``model`` is as it was. Costs an SVD of each weight.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> to_svd(model, filter=lambda name, module: name == "0")[0].svd
+        SVD(64×64, compact, float32)
+    """
+    one_of("reflectors", reflectors, REFLECTORS)
+    if spectrum is not None and not isinstance(spectrum, Spectrum):
+        raise TypeError(f"`spectrum` should be one of fasth.spectrum; got {spectrum!r}")
+    options: Any = {"spectrum": free() if spectrum is None else spectrum, "reflectors": reflectors}
+
+    def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
+        _check_finite(name, layer)
+        if isinstance(layer, nn.RNN):
+            return RNNSVD.from_rnn(layer, spectrum=options["spectrum"]), ""
+        if isinstance(layer, nn.Linear):
+            return LinearSVD.from_linear(layer, **options), ""
+        if isinstance(layer, nn.Conv1d):
+            return Conv1dSVD.from_conv(layer, **options), ""
+        return Conv2dSVD.from_conv(layer, **options), ""
+
+    plan = Plan(model, _why_not_to_svd, filter, inplace)
+    if not plan.possible and not any(isinstance(module, _FACTORED) for module in plan.names):
+        raise ValueError(
+            "`model` should have a Linear, Conv1d, Conv2d or RNN layer that can be converted; "
+            f"got {type(model).__name__}{_listed(plan.left_alone())}"
+        )
+    return _finish(plan, plan.carry_out(convert), "to_svd", report)
+
+
+def to_dense(
+    model: nn.Module,
+    *,
+    filter: Filter | None = None,
+    inplace: bool = False,
+    report: list[Conversion] | None = None,
+) -> nn.Module:
+    """The model with plain Linear, Conv1d, Conv2d and RNN layers of ``torch.nn`` in place of those of fasth.
+
+    Arguments and guarantees are those of ``to_svd``. A model that has none of them comes back as it is.
+    """
+
+    def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
+        return layer.to_rnn() if isinstance(layer, RNNSVD) else dense_twin(layer), ""
+
+    plan = Plan(model, _why_not_to_dense, filter, inplace)
+    return _finish(plan, plan.carry_out(convert), "to_dense", report)
+
+
+def compress(
+    model: nn.Module,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    filter: Filter | None = None,
+    inplace: bool = False,
+    report: list[Conversion] | None = None,
+) -> nn.Module:
+    """The model with each Linear and Conv weight truncated to its largest singular values, the nearest of lower rank.
+
+    A weight of shape (n, m) that keeps r singular values becomes two thin layers, ``LowRank``, with r·(n + m)
+    parameters, where these are fewer than n·m, and a dense layer where not. These are layers of ``torch.nn``, also
+    where a layer of fasth was; that one is not decomposed, as its singular values are known. A dense layer costs an
+    SVD. RNNs are left alone, as their kernels take no thin weights, and so is ``LinearOrthogonal``, where no singular
+    value is larger than another.
+
+    Args:
+        rank: how many singular values each layer keeps, at most. It has to be one that some layer has.
+        energy: or: each layer keeps as few as have this fraction, in (0, 1], of ‖W‖² = Σσ².
+
+    The other arguments, and the guarantees, are those of ``to_svd``.
+    """
+    if (rank is None) == (energy is None):
+        raise ValueError(f"exactly one of `rank` and `energy` should be given; got {rank} and {energy}")
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        raise ValueError(f"`rank` should be an int of at least 1; got {rank!r}")
+    if energy is not None and not 0 < energy <= 1:
+        raise ValueError(f"`energy` should be above 0 and at most 1; got {energy!r}")
+
+    def convert(name: str, layer: nn.Module) -> tuple[nn.Module | None, str]:
+        _check_finite(name, layer)
+        return truncated(layer, rank, energy)
+
+    plan = Plan(model, _why_not_to_compress, filter, inplace)
+    if not plan.possible:
+        raise ValueError(
+            "`model` should have a Linear or Conv layer that can be truncated; "
+            f"got {type(model).__name__}{_listed(plan.left_alone())}"
+        )
+    largest = max(min(matrix_shape(layer)) for layer in plan.possible)
+    if rank is not None and rank > largest:
+        raise ValueError(f"`rank` should be at most {largest}, the largest of a layer of `model`; got {rank}")
+    return _finish(plan, plan.carry_out(convert), "compress", report)
+
+
+def _finish(plan: Plan, conversions: list[Conversion], name: str, report: list[Conversion] | None) -> nn.Module:
+    if report is not None:
+        report.extend(conversions)
+    elif left := [c for c in conversions if c.after is None and c.reason != FILTERED]:
+        logger.warning("%s left alone%s", name, _listed(left))
+    return plan.model
+
+
+def _listed(conversions: Iterable[Conversion]) -> str:
+    """One line for each kind of module and reason: a model may have a hundred of a kind."""
+    names = defaultdict(list)
+    for name, before, _, reason in conversions:
+        names[before, reason].append(name or "the model itself")
+    lines = (
+        f"\n  {first}{f' and {len(more)} more' if more else ''} ({before}): {reason}"
+        for (before, reason), (first, *more) in names.items()
+    )
+    return "".join(lines)
+
+
+def _why_not_to_svd(module: nn.Module) -> str | None:
+    if isinstance(module, _FACTORED) or not _holds_matrix(module):
+        return None
+    return _why_not(module, _DENSE)
+
+
+def _why_not_to_dense(module: nn.Module) -> str | None:
+    return _why_not(module, _FACTORED) if isinstance(module, _FACTORED) else None
+
+
+def _why_not_to_compress(module: nn.Module) -> str | None:
+    if not _holds_matrix(module):
+        return None
+    if isinstance(module, (nn.RNN, RNNSVD)):
+        return "an RNN's kernel takes no thin weights"
+    if isinstance(module, LinearOrthogonal):
+        return "its singular values are all 1"
+    return _why_not(module, (*lowrank.DENSE, *lowrank.FACTORED))
+
+
+def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
+    """Why a module cannot be replaced, "" if it can be: it is of one of the kinds, and nothing more than that."""
+    parameters = [*module.parameters(recurse=False)]
+    if any(is_lazy(parameter) for parameter in parameters):
+        return "its size is not known before a first batch"
+    if is_parametrized(module):
+        return "it is parametrized"
+    if type(module) not in kinds:
+        for kind in kinds:
+            if isinstance(module, kind):
+                return f"a subclass of {kind.__name__} may compute something else"
+        return f"it is none of {', '.join(kind.__name__ for kind in kinds)}"
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return HOOKS_LOST
+    if "forward" in vars(module):
+        return "its forward method is not that of its class"
+    held = [*module._parameters, *module._buffers, *module._modules]
+    matrices = _names_of_matrices(module)
+    if any(name not in held for name in matrices) or any(
+        name not in matrices and not name.startswith(("bias", "weight_ih")) for name in held
+    ):
+        return f"it holds {', '.join(held)}, not what its class holds"
+    if getattr(module, "groups", 1) != 1:
+        return "with groups its weight is several matrices"
+    return _why_not_tensors(parameters)
+
+
+def _names_of_matrices(module: Any) -> tuple[str, ...]:
+    if isinstance(module, Factored):
+        return module._made_of
+    if isinstance(module, nn.RNN):
+        return tuple(name for name in module._flat_weights_names if name.startswith("weight_hh"))
+    return ("weight",)
+
+
+def _why_not_tensors(parameters: list[nn.Parameter]) -> str:
+    for parameter in parameters:
+        if type(parameter) is not nn.Parameter:
+            return f"it holds a {type(parameter).__name__}"
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return HOOKS_LOST
+        if parameter.dtype not in _DTYPES:
+            return f"it is {parameter.dtype}"
+        if parameter.is_meta:
+            return "it has no values, being on the meta device"
+        if parameter.numel() == 0:
+            return "it has no elements"
+    return ""
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    return (
+        is_parametrized(module)
+        or callable(getattr(type(module), "weight", None))  # a quantized layer, which holds it packed
+        or any(is_lazy(parameter) or parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
+    )
+
+
+def _check_finite(name: str, layer: nn.Module) -> None:
+    if not all(factor.isfinite().all() for factor in factors(layer)):
+        raise ValueError(f"`model` should have finite weights; got nan or infinity in {name or 'it'}")

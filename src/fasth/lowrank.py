@@ -1,0 +1,94 @@
+"""One layer truncated to its largest singular values: as two thin layers where these are smaller, else dense."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from fasth.nn import Conv1dSVD, Conv2dSVD, LinearSVD, LinearSymmetric
+from fasth.operators import SVD
+from fasth.replace import factors
+
+DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d)
+FACTORED = (LinearSVD, LinearSymmetric, Conv1dSVD, Conv2dSVD)
+
+
+class LowRank(nn.Sequential):
+    """x ↦ B (A x) + bias: two thin layers in place of one with W = B A.  A: (r, m), B: (n, r), where r·(n + m) < n·m.
+
+    For a convolution, A is its kernel with r output channels, and B is 1×1.
+    """
+
+    @property
+    def weight(self) -> Tensor:
+        """W, for modules that read the weights of their layers, as ``nn.TransformerEncoderLayer`` does."""
+        A, B = self.get_parameter("0.weight"), self.get_parameter("1.weight")
+        return (B.flatten(1) @ A.flatten(1)).reshape(B.shape[0], *A.shape[1:])
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self[1]._parameters["bias"]
+
+
+def matrix_shape(layer: Any) -> tuple[int, int]:
+    """(n, m) of the matrix of a Linear or Conv layer, or of its factored twin."""
+    n, m = layer.weight.flatten(1).shape if isinstance(layer, DENSE) else _svd(layer).shape
+    return n, m
+
+
+@torch.no_grad()
+def truncated(layer: Any, rank: int | None, energy: float | None) -> tuple[nn.Module | None, str]:
+    """The truncated layer, or None if it would be the same as ``layer``; and a word on its rank."""
+    n, m = matrix_shape(layer)
+    full = min(n, m)
+    if rank is not None and rank >= full and isinstance(layer, DENSE):
+        return None, f"its rank is at most {full}"
+    svd = _svd(layer)
+    svd = svd.truncate(energy=energy) if rank is None else svd.truncate(rank=min(rank, full))
+    kept = svd.sigma.nonzero().squeeze(-1)
+    r = max(kept.numel(), 1)
+    if r * (n + m) < n * m:
+        return _two_thin(layer, svd, kept if kept.numel() else kept.new_zeros(1)), f"rank {r} of {full}"
+    if r == full and isinstance(layer, DENSE):
+        return None, f"it needs its full rank, {full}"
+    dense = copy.deepcopy(layer) if isinstance(layer, DENSE) else dense_twin(layer)
+    dense.weight.copy_(svd.dense().reshape(dense.weight.shape))
+    return dense, f"rank {r} of {full}: two thin layers would be larger"
+
+
+def _svd(layer: Any) -> SVD:
+    if isinstance(layer, DENSE):
+        weight = layer.weight.detach().flatten(1)
+        return SVD.from_dense(weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight)
+    return layer.eig if isinstance(layer, LinearSymmetric) else layer.svd
+
+
+def _two_thin(layer: Any, svd: SVD, kept: Tensor) -> LowRank:
+    """W = (U √Σ)(√Σ Vᵀ) over the singular values ``kept``: balanced, so that training treats both alike."""
+    sigma = svd.sigma[kept]
+    U, V = (Q @ F.one_hot(kept, Q.shape[-1]).mT.to(svd.dtype) for Q in (svd.U, svd.V))
+    A, B = (sigma.abs().sqrt() * V).mT, sigma.sign() * sigma.abs().sqrt() * U
+    r, weight = kept.numel(), factors(layer)[0]
+    options = {"device": weight.device, "dtype": weight.dtype}
+    if isinstance(layer, (nn.Linear, LinearSVD, LinearSymmetric)):
+        first = skip_init(nn.Linear, layer.in_features, r, bias=False, **options)
+        second = skip_init(nn.Linear, r, layer.out_features, bias=layer.bias is not None, **options)
+    else:
+        kind = nn.Conv1d if isinstance(layer, (nn.Conv1d, Conv1dSVD)) else nn.Conv2d
+        geometry = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        first = skip_init(kind, layer.in_channels, r, layer.kernel_size, bias=False, **geometry, **options)
+        second = skip_init(kind, r, layer.out_channels, 1, bias=layer.bias is not None, **options)
+    for thin, matrix in ((first, A), (second, B)):
+        thin.weight.copy_(matrix.reshape(thin.weight.shape))
+        thin.weight.requires_grad_(any(factor.requires_grad for factor in factors(layer)))
+    return LowRank(first, second)
+
+
+def dense_twin(layer: Any) -> Any:
+    """The layer of ``torch.nn`` that computes the same as a Linear or Conv layer of fasth."""
+    return layer.to_conv() if isinstance(layer, (Conv1dSVD, Conv2dSVD)) else layer.to_linear()

@@ -1,0 +1,190 @@
+"""Convolutions that hold their kernel, flattened to a matrix, as its singular value decomposition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fasth import spectrum as spectra
+from fasth.nn.factored import at_least_one
+from fasth.nn.factors import SVDFactors
+
+Self = TypeVar("Self", bound="_ConvSVD")
+
+
+class _ConvSVD(SVDFactors):
+    """A convolution of any number of dimensions. Its dense twin checks and completes the options."""
+
+    _dense: ClassVar[type[nn.Conv1d] | type[nn.Conv2d]]
+    _convolve: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        reflectors: str = "compact",
+        spectrum: spectra.Spectrum | None = None,
+        init: str = "haar",
+    ) -> None:
+        super().__init__()
+        smallest = kernel_size if isinstance(kernel_size, int) else min(kernel_size)
+        at_least_one(in_channels=in_channels, out_channels=out_channels, kernel_size=smallest)
+        if groups != 1:
+            raise ValueError(f"`groups` should be 1, since groups make the kernel several matrices; got {groups}")
+        geometry: Any = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation}
+        options: Any = {"padding_mode": padding_mode, "device": "meta"}
+        twin = self._dense(in_channels, out_channels, **geometry, **options)
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = twin.kernel_size, twin.stride, twin.dilation
+        self.padding, self.padding_mode = twin.padding, padding_mode
+        self._padding_before = twin._reversed_padding_repeated_twice
+        self._fan_in = in_channels * math.prod(self.kernel_size)
+        self._add_factors(out_channels, self._fan_in, reflectors, spectrum, init, device, dtype)
+        self._add_bias(bias, out_channels, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """U, V and σ as ``init`` says, the bias as in the dense convolution."""
+        self._reset_factors()
+        self._reset_bias(self._fan_in)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._kept_weight()
+        weight = self.weight if weight is None else weight
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        if self.padding_mode == "zeros":
+            return self._convolve(x, weight, bias, self.stride, self.padding, self.dilation)
+        x = F.pad(x, self._padding_before, mode=self.padding_mode)
+        return self._convolve(x, weight, bias, self.stride, 0, self.dilation)
+
+    @property
+    def weight(self) -> Tensor:
+        """The kernel: (out, in, *kernel_size), dense and differentiable. To change it, use ``set_weight_``."""
+        return self._matrix().reshape(self._kernel_shape())
+
+    def set_weight_(self: Self, weight: Tensor) -> Self:
+        """Makes ``weight``: (out, in, *kernel_size) the kernel, to rounding, as ``LinearSVD.set_weight_`` does."""
+        self._set_matrix(self._matching(weight, self._kernel_shape()).flatten(1))
+        return self
+
+    def _kernel_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels, *self.kernel_size)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """x with ``forward(x)`` = y, for 1×1 kernels with equal channels, stride 1 and no padding. Shapes as there.
+
+        A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
+        """
+        self._check_invertible("inverse")
+        if self.bias is not None:
+            y = y - self.bias.reshape(-1, *(1 for _ in self.kernel_size))
+        return self._convolve(y, self.svd.inverse().dense().reshape(self._kernel_shape()))
+
+    def _logabsdet(self, *positions: int) -> Tensor:
+        self._check_invertible("logabsdet")
+        return math.prod(positions) * self.svd.logabsdet()
+
+    def _check_invertible(self, what: str) -> None:
+        no_padding = isinstance(self.padding, str) or not any(self.padding)  # "same" and "valid" add none to 1×1
+        if self.in_channels != self.out_channels or set((*self.kernel_size, *self.stride)) != {1} or not no_padding:
+            raise ValueError(f"`{what}` needs a 1×1 kernel, equal channels, stride 1 and no padding; got {self}")
+
+    @classmethod
+    def _from_dense(cls: type[Self], conv: nn.Module, options: dict[str, Any]) -> Self:
+        if not isinstance(conv, cls._dense):
+            raise TypeError(f"`conv` should be an nn.{cls._dense.__name__}; got {type(conv).__name__}")
+        layer: Self = nn.utils.skip_init(cls, **_options_of(conv, conv.weight), **options)
+        return layer._take(conv)
+
+    def _to_dense(self) -> Any:
+        return self._give(nn.utils.skip_init(self._dense, **_options_of(self, self.sigma)))
+
+    def extra_repr(self) -> str:
+        options = [f"kernel_size={self.kernel_size}", f"stride={self.stride}"]
+        for name, default in (("padding", (0,) * len(self.kernel_size)), ("dilation", (1,) * len(self.kernel_size))):
+            if getattr(self, name) != default:
+                options.append(f"{name}={getattr(self, name)!r}")
+        if self.padding_mode != "zeros":
+            options.append(f"padding_mode={self.padding_mode!r}")
+        options += [f"bias={self.bias is not None}", f"reflectors={self.form!r}", f"spectrum={self.spectrum}"]
+        return f"{self.in_channels}, {self.out_channels}, {', '.join(options)}"
+
+
+class Conv2dSVD(_ConvSVD):
+    """``nn.Conv2d`` whose kernel, as the matrix W: (out, in·kh·kw), is held as W = U diag(σ) Vᵀ.
+
+    ``nn.Conv2d``'s signature and shapes, with ``groups`` = 1; ``reflectors``, ``spectrum`` and ``init`` as in
+    ``LinearSVD``. W is formed once a call, and in eval mode without gradients kept between calls, as there.
+
+    Which matrix this is: the one that takes a patch of the input, all channels of kh × kw pixels flattened as
+    ``F.unfold`` does, to the output's channels at one position. For 1×1 kernels it is the whole layer, position by
+    position: Glow's invertible 1×1 convolution, with ``inverse`` and ``logabsdet`` if the channels are equal. For
+    larger kernels σ are not the singular values of the convolution as a map of images. That map's norm is at most
+    √(kh·kw) · max |σ| with zero padding, since a pixel is in at most kh·kw patches; with stride = kh = kw and no
+    padding, where patches do not overlap, its singular values are |σ|, each once for every position, and zeros.
+    """
+
+    _dense = nn.Conv2d
+    _convolve = staticmethod(F.conv2d)
+
+    def logabsdet(self, height: int, width: int) -> Tensor:
+        """log |det| of the layer as a map of one height × width image: height · width · Σ log |σ|, a scalar.
+
+        For 1×1 kernels with equal channels, stride 1 and no padding.
+        """
+        return self._logabsdet(height, width)
+
+    @classmethod
+    def from_conv(cls, conv: nn.Conv2d, **options: Any) -> Conv2dSVD:
+        """The layer with the kernel, bias and all options of an ``nn.Conv2d``; see ``LinearSVD.from_linear``."""
+        return cls._from_dense(conv, options)
+
+    def to_conv(self) -> nn.Conv2d:
+        """An ``nn.Conv2d`` with this layer's kernel, bias and options. They share no memory."""
+        return self._to_dense()
+
+
+class Conv1dSVD(_ConvSVD):
+    """``nn.Conv1d`` whose kernel, as the matrix W: (out, in·k), is held as W = U diag(σ) Vᵀ. See ``Conv2dSVD``."""
+
+    _dense = nn.Conv1d
+    _convolve = staticmethod(F.conv1d)
+
+    def logabsdet(self, length: int) -> Tensor:
+        """log |det| of the layer as a map of one sequence: length · Σ log |σ|, a scalar, as in ``Conv2dSVD``."""
+        return self._logabsdet(length)
+
+    @classmethod
+    def from_conv(cls, conv: nn.Conv1d, **options: Any) -> Conv1dSVD:
+        """The layer with the kernel, bias and all options of an ``nn.Conv1d``; see ``LinearSVD.from_linear``."""
+        return cls._from_dense(conv, options)
+
+    def to_conv(self) -> nn.Conv1d:
+        """An ``nn.Conv1d`` with this layer's kernel, bias and options. They share no memory."""
+        return self._to_dense()
+
+
+def _options_of(conv: Any, like: Tensor) -> dict[str, Any]:
+    names = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+    )  # fmt: skip
+    return {name: getattr(conv, name) for name in names} | {
+        "bias": conv.bias is not None,
+        "device": like.device,
+        "dtype": like.dtype,
+    }

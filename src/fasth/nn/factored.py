@@ -1,0 +1,177 @@
+"""What all layers share: a dense weight that is made of other tensors, kept for inference, and a bias."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fasth.reflections import native
+
+Self = TypeVar("Self", bound="Factored")
+
+
+class Kept(NamedTuple):
+    """A weight, and the parameters and buffers that it was made of: name, tensor, version and address of each."""
+
+    weight: Tensor
+    parameters: tuple[tuple[str, Tensor, int, int], ...]
+    buffers: tuple[tuple[str, Tensor, int, int], ...]
+    memory: tuple[Tensor, ...]  # held, since another tensor that was given it would have the same address
+
+
+class Factored(nn.Module):
+    """A module with a dense weight that is made of some of its parameters and buffers, ``_made_of``.
+
+    In eval mode and without gradients the weight is formed once and kept until one of them changes, so that inference
+    costs what it costs with a dense layer. A change shows in a tensor's version, address or identity, and every
+    ``torch.optim`` optimizer's step counts as one. What does not show is writing into the memory behind autograd's
+    back, as through ``.data``; call ``eval()`` after that: it forgets the weight, as ``train()`` does. The kept weight
+    is no part of a state_dict, a copy or a pickle.
+    """
+
+    bias: nn.Parameter | None
+    _made_of: tuple[str, ...]
+    _kept: Kept | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, differentiable. It is a result: writing into it changes nothing, ``set_weight_`` does."""
+        raise NotImplementedError
+
+    def set_weight_(self: Self, weight: Tensor) -> Self:
+        """Makes ``weight`` the layer's weight."""
+        raise NotImplementedError
+
+    def _kept_weight(self) -> Tensor | None:
+        """The dense weight where a kept one serves: in eval, without gradients, watched by nobody. Else None."""
+        # All inference passes here, so: plain attributes only, none that nn.Module would have to search for.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        kept = self._kept
+        if kept is None:
+            return self._keep_weight()
+        weight, parameters, buffers, _ = kept
+        for now, then in ((self._parameters, parameters), (self._buffers, buffers)):
+            for name, tensor, version, address in then:
+                if now.get(name) is not tensor or tensor._version != version or tensor.data_ptr() != address:
+                    return self._keep_weight()
+        return weight
+
+    def _keep_weight(self) -> Tensor | None:
+        self._kept = None
+        if self.training or native.watched():
+            return None
+        parameters, buffers = (_records(tensors, self._made_of) for tensors in (self._parameters, self._buffers))
+        if len(parameters) + len(buffers) < len(self._made_of):
+            return None
+        memory = tuple(tensor.detach() for _, tensor, *_ in parameters + buffers)
+        self._kept = Kept(self.weight.contiguous(), parameters, buffers, memory)
+        _keepers.add(self)
+        _watch_optimizers()
+        return self._kept.weight
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self._kept = None
+        return super().train(mode)
+
+    def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._kept = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def _add_bias(self, bias: bool, size: int, device: Any, dtype: torch.dtype | None) -> None:
+        self.register_parameter("bias", nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None)
+
+    def _reset_bias(self, fan_in: int) -> None:
+        """As ``nn.Linear`` and ``nn.Conv2d`` do."""
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def _first(self) -> Tensor:
+        """One of the tensors that the weight is made of: all have its dtype and device."""
+        return getattr(self, self._made_of[0])
+
+    def _matching(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """``weight``, which should have the given shape, in a dtype to decompose it in."""
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"`weight` should have shape {shape}; got {tuple(weight.shape)}")
+        dtype = torch.promote_types(torch.promote_types(weight.dtype, self._first().dtype), torch.float32)
+        return weight.detach().to(dtype)
+
+    def _take(self: Self, dense: Any) -> Self:
+        """The weight, the bias, the mode and what is to be trained from a dense layer."""
+        self.set_weight_(dense.weight)
+        for name in self._made_of:
+            if name in self._parameters:
+                getattr(self, name).requires_grad_(dense.weight.requires_grad)
+        _copy_bias(dense, self)
+        return self.train(dense.training)
+
+    def _give(self, dense: Any) -> Any:
+        """The weight, the bias, the mode and what is to be trained to a dense layer."""
+        with torch.no_grad():
+            dense.weight.copy_(self.weight)
+        dense.weight.requires_grad_(any(getattr(self, name).requires_grad for name in self._made_of))
+        _copy_bias(self, dense)
+        return dense.train(self.training)
+
+
+_keepers: weakref.WeakSet[Factored] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step that is fused, or written through ``.data``, does not show in the version of a parameter."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} if _keepers else set()
+    for module in tuple(_keepers):
+        kept = module._kept
+        if kept is None or not stepped.isdisjoint(id(tensor) for _, tensor, *_ in kept.parameters):
+            module._kept = None
+            _keepers.discard(module)
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"`{name}` should be {' or '.join(map(repr, allowed))}; got {value!r}")
+    return value
+
+
+def at_least_one(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{name}` should be at least 1; got {size}")
+
+
+def _records(tensors: Mapping[str, Tensor | None], names: tuple[str, ...]) -> tuple[tuple[str, Tensor, int, int], ...]:
+    """Name, tensor, version and address of those that are there and whose changes can be seen."""
+    found = ((name, tensors.get(name)) for name in names)
+    return tuple(
+        (name, tensor, tensor._version, tensor.data_ptr())
+        for name, tensor in found
+        # None: it is in the other table, or computed, as after pruning. Tensors of inference mode have no version.
+        if tensor is not None and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
+    )
+
+
+def _copy_bias(source: Any, target: Any) -> None:
+    if source.bias is not None:
+        with torch.no_grad():
+            target.bias.copy_(source.bias)
+        target.bias.requires_grad_(source.bias.requires_grad)

@@ -1,0 +1,117 @@
+"""The parameters of an SVD: what ``LinearSVD`` and the convolutions train in place of a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fasth import spectrum as spectra
+from fasth.nn.factored import Factored, one_of
+from fasth.operators import SVD, Orthogonal
+from fasth.operators.orthogonal import haar_compact
+from fasth.reflections import svd_dense
+from fasth.reflections.blocked import expand_compact
+
+REFLECTORS = ("compact", "full")
+INITS = ("haar", "identity")
+
+
+class SVDFactors(Factored):
+    """A module whose weight, as an (n, m) matrix, is W = U diag(σ) Vᵀ with k = min(n, m) singular values.
+
+    ``sigma``: (k,), a parameter, and σ = spectrum(sigma).
+    ``signs``: (2, k), a buffer of ±1: the signs of the columns of U and of V, which reflections leave open.
+    The reflectors of U and V:
+        compact: one parameter ``reflectors``: (n, m). Below its diagonal stand U's, as columns, right of it V's, as
+            rows, each with a 1 on the diagonal that is not stored; the diagonal itself is not used.
+        full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row.
+    """
+
+    reflectors: nn.Parameter
+    U: nn.Parameter
+    V: nn.Parameter
+    sigma: nn.Parameter
+    signs: Tensor
+
+    def _add_factors(
+        self, n: int, m: int, form: str, spectrum: spectra.Spectrum | None, init: str, device: Any, dtype: Any
+    ) -> None:
+        self.form, self.init = one_of("reflectors", form, REFLECTORS), one_of("init", init, INITS)
+        self.spectrum = spectrum_or_free(spectrum)
+        self._matrix_shape, k = (n, m), min(n, m)
+        shapes = {"reflectors": (n, m)} if form == "compact" else {"U": (n, n), "V": (m, m)}
+        for name, shape in (*shapes.items(), ("sigma", (k,))):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.register_buffer("signs", torch.empty(2, k, device=device, dtype=dtype))
+        self._made_of = (*shapes, "sigma", "signs")
+
+    @property
+    def svd(self) -> SVD:
+        """W = U Σ Vᵀ as its factors, differentiable."""
+        U, sigma, V = self._factors()
+        U, V = (U.mT, U) if V is None else (U, V)
+        U_signs, V_signs = self.signs.unbind()
+        return SVD(Orthogonal(U, form=self.form, signs=U_signs), sigma, Orthogonal(V, form=self.form, signs=V_signs))
+
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
+        sigma = self.spectrum(self.sigma)
+        return (self.reflectors, sigma, None) if self.form == "compact" else (self.U, sigma, self.V)
+
+    def _matrix(self) -> Tensor:
+        """W: (n, m)."""
+        return svd_dense(*self._factors(), signs=self.signs, form=self.form)
+
+    def _reset_factors(self) -> None:
+        if self.sigma.is_meta:
+            return
+        n, m = self._matrix_shape
+        k = min(n, m)
+        options: Any = {"dtype": self.sigma.dtype, "device": self.sigma.device}
+        if self.init == "haar":
+            U, U_signs = haar_compact(k if self.form == "compact" else n, n, **options)
+            V, V_signs = haar_compact(k if self.form == "compact" else m, m, **options)
+            signs = torch.stack((U_signs[:k], V_signs[:k]))
+        else:
+            U, V, signs = (torch.zeros(shape, **options) for shape in ((k, n), (k, m), (2, k)))
+            signs = signs - 1
+        self._set_factors(U, torch.ones(k, **options), V, signs)
+
+    def _set_matrix(self, W: Tensor) -> None:
+        svd = SVD.from_dense(W, form="compact")
+        signs: Any = svd.U.signs, svd.V.signs
+        self._set_factors(svd.U.V, svd.sigma, svd.V.V, torch.stack(signs))
+
+    @torch.no_grad()
+    def _set_factors(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> None:
+        """From compact reflectors, U: (·, n) and V: (·, m)."""
+        if self.form == "compact":
+            self.reflectors.copy_(joined(U, V))
+        else:
+            self.U.copy_(expanded(U))
+            self.V.copy_(expanded(V))
+        self.sigma.copy_(self.spectrum.inverse(sigma))
+        self.signs.copy_(signs)
+
+
+def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:
+    if spectrum is None:
+        return spectra.free()
+    if not isinstance(spectrum, spectra.Spectrum):
+        raise TypeError(f"`spectrum` should be one of fasth.spectrum, such as positive(); got {spectrum!r}")
+    return spectrum
+
+
+def joined(U: Tensor, V: Tensor) -> Tensor:
+    """Compact reflectors U: (k, n) and V: (k, m) in one matrix: (n, m), those of U as columns below the diagonal."""
+    (k, n), m = U.shape, V.shape[1]
+    return F.pad(U.mT, (0, m - k)) + F.pad(V, (0, 0, 0, n - k))
+
+
+def expanded(V: Tensor) -> Tensor:
+    """Compact reflectors (r, d) as d full ones: (d, d). Those added leave the first r columns of the product alone."""
+    r, d = V.shape
+    return expand_compact(F.pad(V, (0, 0, 0, d - r)))

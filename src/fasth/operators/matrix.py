@@ -1,0 +1,125 @@
+"""What all matrices given by their factors have in common: products with tensors, and checks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # missing in torch's types
+
+
+class Matrix(ABC):
+    """An n×m matrix A, or a batch of them, that is never formed unless asked for.
+
+    ``A @ X`` takes columns, as in mathematics: X of shape (m,), (m, c) or (*b, m, c). ``X @ A`` takes rows.
+    """
+
+    @property
+    def shape(self) -> torch.Size:
+        """(n, m), or (*b, n, m)."""
+        return torch.Size((*self._batch(), *self._sides()))
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def mT(self) -> Self:
+        """Aᵀ, with the same tensors as factors."""
+
+    @abstractmethod
+    def _batch(self) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def _sides(self) -> tuple[int, int]:
+        """n and m."""
+
+    @abstractmethod
+    def _times(self, X: Tensor) -> Tensor:
+        """A X for X of shape (*, m, c)."""
+
+    def _form(self) -> str:
+        """How the factors are held, for the repr."""
+        return ""
+
+    def dense(self) -> Tensor:
+        """A itself, (*b, n, m), differentiable: A, or the transpose of Aᵀ, times the smaller identity."""
+        n, m = self._sides()
+        if n < m:
+            return self.mT.dense().mT
+        return self._times(torch.eye(m, dtype=self.dtype, device=self.device))
+
+    def matmul(self, X: Tensor) -> Tensor:
+        """``A @ X``, spelled as ``torch.compile`` can follow it into one graph."""
+        _, m = self._sides()
+        if X.ndim == 0 or X.shape[-1 if X.ndim == 1 else -2] != m:
+            raise ValueError(
+                f"`X` should have shape ({m},), ({m}, c) or (*b, {m}, c) for {self!r} @ X; got {tuple(X.shape)}"
+            )
+        if X.dtype != self.dtype:
+            if not torch.is_autocast_enabled(X.device.type):
+                raise TypeError(f"`X` should be {self.dtype}, as {self!r} is; got {X.dtype}")
+            X = X.to(self.dtype)
+        if X.device != self.device:
+            raise ValueError(f"`X` should be on {self.device}, as {self!r} is; got {X.device}")
+        return self._times(X.unsqueeze(-1)).squeeze(-1) if X.ndim == 1 else self._times(X)
+
+    def __matmul__(self, X: Tensor) -> Tensor:
+        return self.matmul(X) if isinstance(X, Tensor) else NotImplemented
+
+    def __rmatmul__(self, X: Tensor) -> Tensor:
+        if not isinstance(X, Tensor):
+            return NotImplemented
+        n, _ = self._sides()
+        if X.ndim == 0 or X.shape[-1] != n:
+            raise ValueError(
+                f"`X` should have shape ({n},), (c, {n}) or (*b, c, {n}) for X @ {self!r}; got {tuple(X.shape)}"
+            )
+        return self.mT.matmul(X) if X.ndim == 1 else self.mT.matmul(X.mT).mT
+
+    def __repr__(self) -> str:
+        form, dtype = self._form(), str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({'×'.join(map(str, self.shape))}{form and ', ' + form}, {dtype})"
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 and float16 only store."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def values_known(t: Tensor) -> bool:
+    """Whether a decision may depend on the numbers in t: it has some, and nobody records or maps the computation."""
+    return not (
+        torch.compiler.is_compiling()
+        or t.is_meta
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def broadcast_batches(**batches: tuple[int, ...]) -> tuple[int, ...]:
+    distinct: list[tuple[int, ...]] = []
+    for batch in batches.values():
+        if batch and batch not in distinct:
+            distinct.append(batch)
+    if len(distinct) < 2:  # as nearly always; the general way takes as long as a small product
+        return distinct[0] if distinct else ()
+    try:
+        return tuple(torch.broadcast_shapes(*distinct))
+    except RuntimeError:
+        names = " and ".join(f"`{name}`" for name in batches)
+        raise ValueError(
+            f"the batches of {names} should broadcast against each other; "
+            f"got {' and '.join(map(str, batches.values()))}"
+        ) from None

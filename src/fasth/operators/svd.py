@@ -1,0 +1,249 @@
+"""A matrix as its singular value decomposition, and what that makes cheap."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, values_known
+from fasth.operators.orthogonal import Orthogonal, check_form
+from fasth.reflections import svd_dense, svd_linear
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_VECTOR_NORMS: dict[str | int, float] = {"fro": 2, "nuc": 1, 2: math.inf, -2: -math.inf}
+
+
+class SLogDet(NamedTuple):
+    """det = sign · exp(logabsdet), as ``torch.linalg.slogdet`` returns it."""
+
+    sign: Tensor
+    logabsdet: Tensor
+
+
+class SVD(Matrix):
+    """W = U[:, :k] diag(sigma) V[:, :k]ᵀ, an n×m matrix.
+
+    Args:
+        U: n×n, an ``Orthogonal`` or its full reflectors.
+        sigma: (k,) or (*b, k) with k ≤ min(n, m), of any sign and in any order. The singular values are |sigma| and
+            min(n, m) − k zeros.
+        V: m×m, likewise.
+
+    ``W @ X`` costs as much as ``U @ X`` and ``V @ X`` together. Nothing but ``dense`` forms W and nothing but
+    ``from_dense`` decomposes it. Everything is differentiable in sigma and in the reflectors of U and V.
+    """
+
+    U: Orthogonal
+    sigma: Tensor
+    V: Orthogonal
+
+    def __init__(self, U: Orthogonal | Tensor, sigma: Tensor, V: Orthogonal | Tensor) -> None:
+        self.U = U if isinstance(U, Orthogonal) else Orthogonal(U)
+        self.V = V if isinstance(V, Orthogonal) else Orthogonal(V)
+        self.sigma = sigma
+        _check_factors(self.U, sigma, self.V)
+
+    @classmethod
+    def from_dense(cls, W: Tensor, form: str = "compact") -> SVD:
+        """The SVD of W, (n, m) or (*b, n, m), by ``torch.linalg.svd``: sigma ≥ 0, descending.
+
+        The factors are constants to autograd.
+        """
+        check_form(form)
+        if W.ndim < 2 or 0 in W.shape[-2:]:
+            raise ValueError(f"`W` should have shape (n, m) or (*b, n, m) with n, m ≥ 1; got {tuple(W.shape)}")
+        U, sigma, Vt = torch.linalg.svd(W.detach().to(computing_dtype(W.dtype)), full_matrices=False)
+        U, V = (Orthogonal.from_orthonormal(Q, form, W.dtype) for Q in (U, Vt.mT))
+        return cls(U, sigma.to(W.dtype), V)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sigma.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.sigma.device
+
+    @property
+    def mT(self) -> Self:
+        """Wᵀ = V Σ Uᵀ."""
+        return self._replace(self.V, self.sigma, self.U)
+
+    def dense(self) -> Tensor:
+        if not self._plain():
+            return super().dense()
+        return svd_dense(self.U.V, self.sigma, self.V.V, signs=self._signs(), form=self.U.form)
+
+    def inverse(self) -> Self:
+        """W⁻¹ = V Σ⁻¹ Uᵀ.  O(n) operations.
+
+        Raises ``torch.linalg.LinAlgError`` if a singular value is zero, as ``torch.linalg.inv`` does. Where numbers
+        cannot be looked at (``torch.compile``, ``torch.func``), the result is infinite instead.
+        """
+        self._check_square("inverse")
+        if self.sigma.shape[-1] < self._sides()[0] or (values_known(self.sigma) and not self.sigma.all()):
+            raise LinAlgError(f"inverse: {self!r} is singular, it has a singular value that is 0")
+        return self._replace(self.V, self.sigma.reciprocal(), self.U)
+
+    def pinv(self, rtol: float | None = None) -> Self:
+        """W⁺ = V Σ⁺ Uᵀ, m×n.  O(min(n, m)) operations.
+
+        Singular values up to ``rtol`` times the largest count as zero; by default up to max(n, m) roundings of it, as
+        in ``torch.linalg.pinv``.
+        """
+        rtol = self._rounding() if rtol is None else rtol
+        if not rtol >= 0:
+            raise ValueError(f"`rtol` should be at least 0; got {rtol}")
+        zero = self.sigma.detach().abs() <= rtol * self.norm(2).detach().unsqueeze(-1)
+        sigma = torch.where(zero, 0, torch.where(zero, 1, self.sigma).reciprocal())
+        return self._replace(self.V, sigma, self.U)
+
+    def solve(self, B: Tensor) -> Tensor:
+        """X with W X = B, for B of shape (n,), (n, c) or (*b, n, c).  Costs as much as ``W @ X``.
+
+        Raises as ``inverse`` does if W is singular.
+        """
+        return self.inverse().matmul(B)
+
+    def slogdet(self) -> SLogDet:
+        """The sign of det W, det U · det V · Π sign(sigma), and log|det W| = Σ log|sigma|; each (*b).  O(n) operations.
+
+        A singular W has sign 0 and log|det W| = −inf, as in ``torch.linalg.slogdet``.
+        """
+        self._check_square("slogdet")
+        logabsdet = self.logabsdet()
+        sign = self._orientation() * self._values().detach().sign().prod(-1)
+        return SLogDet(sign.expand(logabsdet.shape), logabsdet)
+
+    def logabsdet(self) -> Tensor:
+        """log|det W| = Σ log|sigma|: (*b).  −inf if W is singular. O(n) operations."""
+        self._check_square("logabsdet")
+        return self._values().abs().log().sum(-1).expand(self._batch())
+
+    def norm(self, ord: str | int = "fro") -> Tensor:
+        """A norm of W, (*b): "fro", "nuc", 2 or −2, as in ``torch.linalg.matrix_norm``.  O(min(n, m)) operations.
+
+        2 is the largest singular value, −2 the smallest, "nuc" their sum.
+        """
+        if ord not in _VECTOR_NORMS:
+            raise ValueError(f"`ord` should be one of {', '.join(map(repr, _VECTOR_NORMS))}; got {ord!r}")
+        return torch.linalg.vector_norm(self._values(), _VECTOR_NORMS[ord], -1).expand(self._batch())
+
+    def cond(self) -> Tensor:
+        """The largest over the smallest singular value, (*b); inf if W is singular.  O(min(n, m)) operations."""
+        smallest = self.norm(-2)
+        singular = smallest == 0
+        return torch.where(singular, math.inf, self.norm(2) / torch.where(singular, 1, smallest))
+
+    def rank(self, tol: float | Tensor | None = None) -> Tensor:
+        """How many singular values are above ``tol``, (*b), int64.  O(min(n, m)) operations.
+
+        By default ``tol`` is max(n, m) roundings of the largest of them, as in ``torch.linalg.matrix_rank``.
+        """
+        tol = self.norm(2).detach() * self._rounding() if tol is None else torch.as_tensor(tol, device=self.device)
+        return (self._values().detach().abs() > tol.unsqueeze(-1)).sum(-1).expand(self._batch())
+
+    def truncate(self, *, rank: int | None = None, energy: float | None = None) -> Self:
+        """The nearest matrix of lower rank: all but the largest |sigma| set to zero, U and V as they are.
+
+        Args:
+            rank: how many to keep, 1 to min(n, m).
+            energy: keep as few as make up this fraction of ‖W‖² = Σ sigma², above 0 and at most 1.
+        """
+        sizes, order = self.sigma.detach().abs().sort(dim=-1, descending=True, stable=True)
+        kept: int | Tensor
+        if rank is not None and energy is None:
+            largest = min(self._sides())
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= largest:
+                raise ValueError(f"`rank` should be an int from 1 to {largest} for {self!r}; got {rank!r}")
+            kept = rank
+        elif energy is not None and rank is None:
+            if not 0 < energy <= 1:
+                raise ValueError(f"`energy` should be above 0 and at most 1; got {energy}")
+            kept = _number_with_energy(sizes, energy)
+        else:
+            raise ValueError(f"one of `rank` and `energy` should be given; got rank={rank} and energy={energy}")
+        return self._replace(self.U, self.sigma * (order.argsort(-1) < kept), self.V)
+
+    def _replace(self, U: Orthogonal, sigma: Tensor, V: Orthogonal) -> Self:
+        other = object.__new__(type(self))
+        other.U, other.sigma, other.V = U, sigma, V
+        return other
+
+    def _orientation(self) -> Tensor:
+        return self.U.det() * self.V.det()
+
+    def _values(self) -> Tensor:
+        """sigma and the zeros that belong to it: (*b, min(n, m))."""
+        missing = min(self._sides()) - self.sigma.shape[-1]
+        return F.pad(self.sigma, (0, missing)) if missing else self.sigma
+
+    def _rounding(self) -> float:
+        return max(self._sides()) * torch.finfo(self.dtype).eps
+
+    def _batch(self) -> tuple[int, ...]:
+        return broadcast_batches(U=self.U._batch(), sigma=self.sigma.shape[:-1], V=self.V._batch())
+
+    def _sides(self) -> tuple[int, int]:
+        return self.U.V.shape[-1], self.V.V.shape[-1]
+
+    def _times(self, X: Tensor) -> Tensor:
+        U, V, k = self.U, self.V, self.sigma.shape[-1]
+        if self._plain():
+            return svd_linear(X.mT, U.V, self.sigma, V.V, signs=self._signs(), form=U.form).mT
+        Y = self.sigma.unsqueeze(-1) * V.mT._times(X)[..., :k, :]
+        return U._times(F.pad(Y, (0, 0, 0, U.V.shape[-1] - k)))
+
+    def _plain(self) -> bool:
+        """Whether W is what ``svd_linear`` takes: no batch, one form, and the reflections in their own order."""
+        U, V = self.U, self.V
+        return U.form == V.form and not (U.transposed or V.transposed) and not self._batch()
+
+    def _signs(self) -> Tensor | None:
+        """Those of U's and V's first k columns: (2, k)."""
+        k = self.sigma.shape[-1]
+        if self.U.signs is None and self.V.signs is None:
+            return None
+        both = (self.U.signs_of(k), self.V.signs_of(k))
+        return torch.stack([self.sigma.new_ones(k) if signs is None else signs for signs in both])
+
+    def _form(self) -> str:
+        return self.U.form if self.U.form == self.V.form else f"{self.U.form} and {self.V.form}"
+
+    def _check_square(self, operation: str) -> None:
+        n, m = self._sides()
+        if n != m:
+            raise ValueError(f"{operation}: the matrix should be square; got {self!r}")
+
+
+def _check_factors(U: Orthogonal, sigma: Tensor, V: Orthogonal) -> None:
+    if not isinstance(sigma, Tensor):
+        raise TypeError(f"`sigma` should be a tensor; got {type(sigma).__name__}")
+    n, m = U.V.shape[-1], V.V.shape[-1]
+    if sigma.ndim < 1 or sigma.shape[-1] > min(n, m):
+        raise ValueError(
+            f"`sigma` should have shape (k,) or (*b, k) with k ≤ {min(n, m)} for a matrix of {n}×{m}; "
+            f"got {tuple(sigma.shape)}"
+        )
+    if not U.dtype == sigma.dtype == V.dtype:
+        raise TypeError(f"`U`, `sigma` and `V` should have one dtype; got {U.dtype}, {sigma.dtype} and {V.dtype}")
+    if not U.device == sigma.device == V.device:
+        raise ValueError(f"`U`, `sigma` and `V` should be on one device; got {U.device}, {sigma.device}, {V.device}")
+    broadcast_batches(U=U._batch(), sigma=sigma.shape[:-1], V=V._batch())
+
+
+def _number_with_energy(sizes: Tensor, energy: float) -> Tensor:
+    """The smallest number of leading ``sizes`` whose squares make up the fraction ``energy`` of all: (*b, 1)."""
+    sizes = sizes.to(computing_dtype(sizes.dtype))
+    largest = sizes[..., :1]
+    squares = (sizes / torch.where(largest == 0, 1, largest)).square()
+    rest = squares.flip(-1).cumsum(-1).flip(-1)  # of each and all after it, from the smallest up: none gets lost
+    # 0.9 of ten equal values is nine of them, whatever the last digit of 1 − 0.9.
+    slack = 1 + sizes.shape[-1] * torch.finfo(sizes.dtype).eps
+    return (rest > (1 - energy) * slack * rest[..., :1]).sum(-1, keepdim=True)

@@ -1,0 +1,155 @@
+"""Replacing layers of a model: all that were chosen or, if anything fails, none. What they share stays shared."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+Filter: TypeAlias = Callable[[str, nn.Module], bool]
+
+FILTERED = "the filter leaves it alone"
+
+
+class Conversion(NamedTuple):
+    """What became of one layer of a model."""
+
+    name: str  # as in ``model.named_modules()``: "" is the model itself
+    before: str  # the name of its class
+    after: str | None  # None: it was left alone
+    reason: str  # why it was left alone, or became what it is
+
+
+class Plan:
+    """Which layers of a model are to be replaced, and why others are not.
+
+    Args:
+        model: any module; it is copied unless ``inplace``.
+        why_not: of a module, why it cannot be replaced, "" if it can be, None if it is no layer that this is about.
+        filter: of a name and a module that can be replaced, whether it is to be.
+    """
+
+    def __init__(
+        self, model: nn.Module, why_not: Callable[[nn.Module], str | None], filter: Filter | None, inplace: bool
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
+        if filter is not None and not callable(filter):
+            raise TypeError(f"`filter` should be a function of a name and a module; got {type(filter).__name__}")
+        self.model = model if inplace else copy.deepcopy(model)
+        self.names = {module: name for name, module in _named_modules(self.model, "", set())}
+        self.reasons: dict[nn.Module, str] = {}
+        for module in self.names:
+            reason = why_not(module)
+            if reason is not None:
+                self.reasons[module] = reason
+        for parent in self.names:
+            for child in parent._modules.values() if type(parent).__name__ == "OptimizedModule" else ():
+                if child is not None and self.reasons.get(child) == "":
+                    self.reasons[child] = "it was compiled as it is: convert before torch.compile"
+        self.possible = [module for module, reason in self.reasons.items() if not reason]
+        for module in self.possible:
+            if filter is not None and not filter(self.names[module], module):
+                self.reasons[module] = FILTERED
+        self._leave_those_that_share_with_others()
+
+    def carry_out(self, convert: Callable[[str, nn.Module], tuple[nn.Module | None, str]]) -> list[Conversion]:
+        """Puts ``convert(name, module)`` in the place of every chosen module, or leaves it if that is None.
+
+        The string that comes with it says why. Nothing is put in place before everything is made. Biases stay the same
+        parameters.
+        """
+        made: dict[nn.Module, nn.Module] = {}
+        first: dict[nn.Parameter, nn.Module] = {}  # made from a factor that others may have too
+        conversions = []
+        for module, reason in self.reasons.items():
+            new = None
+            if not reason:
+                new, reason = convert(self.names[module], module)
+            if new is not None:
+                _carry_over(module, new)
+                _share_factors(first.setdefault(factors(module)[0], new), new)
+                made[module] = new.train(module.training)
+            after = None if new is None else type(new).__name__
+            conversions.append(Conversion(self.names[module], type(module).__name__, after, reason))
+        for parent in list(self.model.modules()):
+            for name, child in parent._modules.items():
+                if child in made:
+                    parent._modules[name] = made[child]
+        self.model = made.get(self.model, self.model)
+        return conversions
+
+    def left_alone(self) -> list[Conversion]:
+        """What is known not to be replaced before anything is."""
+        return [
+            Conversion(self.names[module], type(module).__name__, None, reason)
+            for module, reason in self.reasons.items()
+            if reason
+        ]
+
+    def _leave_those_that_share_with_others(self) -> None:
+        """Chosen are only modules that have their factors alone, or with others of their kind that are chosen too."""
+        owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for module in self.model.modules():
+            for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                owners[parameter].append(module)
+        chosen = {module for module, reason in self.reasons.items() if not reason}
+        for module in chosen:
+            for factor in factors(module):
+                if owners[factor].count(module) > 1:
+                    self.reasons[module] = "two of its weights are one parameter"
+                for other in owners[factor]:
+                    if other is not module and not (other in chosen and _same_factors(other, module)):
+                        whom = f"{type(other).__name__} `{self.names.get(other, '')}`"
+                        self.reasons[module] = f"it shares a weight with {whom}, which would not share its factors"
+
+
+def factors(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a layer's matrix is, or is made of: those that a conversion makes anew."""
+    return [p for name, p in module._parameters.items() if _is_factor(name) and p is not None]
+
+
+def _is_factor(name: str) -> bool:
+    return not name.startswith(("bias", "weight_ih"))
+
+
+def _same_factors(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two layers have one matrix, as far as their parameters and what is made of them go."""
+    return (
+        type(a) is type(b)
+        and len(factors(a)) == len(factors(b))
+        and all(p is q for p, q in zip(factors(a), factors(b), strict=True))
+        and all(torch.equal(p, q) for p, q in zip(a.buffers(), b.buffers(), strict=True))
+        and getattr(a, "spectrum", None) == getattr(b, "spectrum", None)
+    )
+
+
+def _carry_over(module: nn.Module, new: nn.Module) -> None:
+    """The parameters that are no factors. Of two layers in sequence the second has the bias."""
+    for name, parameter in module._parameters.items():
+        if not _is_factor(name):
+            setattr(new[-1] if isinstance(new, nn.Sequential) else new, name, parameter)
+
+
+def _share_factors(first: nn.Module, new: nn.Module) -> None:
+    """Gives ``new`` the factors of ``first``, of the same class and made from the same parameters."""
+    for path, tensor in (*first.named_parameters(), *first.named_buffers()):
+        where, _, name = path.rpartition(".")
+        if _is_factor(name):
+            setattr(new.get_submodule(where), name, tensor)
+
+
+def _named_modules(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """As ``module.named_modules()``, but a parametrized module is one thing, with what it is made of."""
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    for child_name, child in () if is_parametrized(module) else module._modules.items():
+        if child is not None:
+            yield from _named_modules(child, f"{name}.{child_name}" if name else child_name, seen)

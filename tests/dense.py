@@ -1,0 +1,105 @@
+"""The case that every operator and every layer is tested with: it is what its dense twin is, gradients included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from problems import gradient_of
+from torch import Tensor, nn
+
+
+def assert_matches_dense(
+    function: Callable[..., Any],
+    twin: Callable[..., Any],
+    *tensors: Tensor,
+    size: int,
+    condition: float = 1.0,
+    scale: float = 1.0,
+) -> None:
+    """``function(*tensors)`` is ``twin`` of the same tensors in float64, in value and in the gradient of each tensor.
+
+    Both may return one tensor or several. They agree within ``size`` roundings of the dtype, times ``condition``, which
+    is how much the function magnifies a change of its arguments, and ``scale``, which is how large the numbers are that
+    it adds and may cancel; results that are larger are compared by their own size.
+    """
+    actual = value_and_gradients(function, tensors)
+    expected = value_and_gradients(twin, [t.detach().double() for t in tensors])
+    assert_close(actual, expected, size * condition, scale)
+
+
+def assert_layer_matches_dense(
+    layer: nn.Module,
+    twin: Callable[[Any, Tensor], Any],
+    x: Tensor,
+    *,
+    size: int,
+    condition: float = 1.0,
+    scale: float = 1.0,
+) -> None:
+    """``layer(x)`` is ``twin(layer, x)``, which computes it from ``layer.weight``, on copies of both in float64.
+
+    In value and in the gradients of x and of every parameter.
+
+    Example:
+        >>> assert_layer_matches_dense(layer, lambda layer, x: F.linear(x, layer.weight, layer.bias), x, size=64)
+    """
+    reference = copy.deepcopy(layer).double()
+    actual = value_and_gradients(layer, [x], list(layer.parameters()))
+    expected = value_and_gradients(lambda x: twin(reference, x), [x.detach().double()], list(reference.parameters()))
+    assert_close(actual, expected, size * condition, scale)
+
+
+def value_and_gradients(
+    function: Callable[..., Any], arguments: Sequence[Tensor], parameters: Sequence[Tensor] = ()
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the function returns, and the gradients of its arguments and parameters for fixed random ones of that.
+
+    Where the function does not depend on a tensor, the gradient is zero.
+    """
+    arguments = [t.detach().requires_grad_() for t in arguments]
+    tensors = [*arguments, *parameters]
+    out = function(*arguments)
+    values = [out] if isinstance(out, Tensor) else list(out)
+    differentiable = [value for value in values if value.requires_grad]
+    gradients = [gradient_of(value).to(value) for value in differentiable]
+    found = torch.autograd.grad(differentiable, tensors, gradients, allow_unused=True) if differentiable else ()
+    zeros = [torch.zeros_like(t) for t in tensors]
+    return values, [zero if g is None else g for g, zero in zip(found or zeros, zeros, strict=True)]
+
+
+def assert_close(
+    actual: tuple[list[Tensor], list[Tensor]],
+    expected: tuple[list[Tensor], list[Tensor]],
+    roundings: float,
+    scale: float = 1.0,
+) -> None:
+    """Each value within so many roundings of its largest entry, and each gradient of the largest of any of them.
+
+    The gradients come out of each other's sums, and some cancel: to zero, for an orthogonal factor in a norm.
+    """
+    for t, reference in zip(actual[0], expected[0], strict=True):
+        assert_within(t, reference, max(_largest(reference), scale), roundings)
+    largest = max(_largest(reference) for reference in expected[1])
+    for t, reference in zip(actual[1], expected[1], strict=True):
+        assert_within(t, reference, max(largest, scale), roundings)
+
+
+def assert_within(actual: Tensor, expected: Tensor, scale: float, roundings: float) -> None:
+    """Within so many roundings of numbers as large as ``scale``, in the dtype and in that of the float64 reference."""
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)}, not {tuple(expected.shape)}"
+    if not actual.is_floating_point():
+        assert torch.equal(actual, expected)
+        return
+    actual, eps = actual.detach().double(), torch.finfo(actual.dtype).eps
+    error = torch.where(actual == expected, 0, (actual - expected.detach()).abs())  # inf is equal to inf
+    tolerance = 8 * roundings * (eps + torch.finfo(torch.float64).eps)
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= tolerance * scale, f"error {worst / scale if scale else worst:.2e}, tolerance {tolerance:.2e}"
+
+
+def _largest(t: Tensor) -> float:
+    finite = t.detach()[t.isfinite()] if t.is_floating_point() else t
+    return float(finite.abs().max()) if finite.numel() else 0.0
