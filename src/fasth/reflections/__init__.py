@@ -185,7 +185,7 @@ def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: 
 
 
 def _usual(x: Tensor, V: Tensor, triangular: bool) -> bool:
-    """Whether nothing is wrong with plain tensors on the CPU, nothing special, and nothing to be gained by forming Q."""
+    """Whether plain tensors on the CPU are as most often: nothing wrong, nothing special, no Q worth forming."""
     if V.ndim != 2 or x.dtype != V.dtype or torch._C._is_any_autocast_enabled():
         return False
     r, d = V.shape
@@ -222,8 +222,9 @@ def _check_svd(
 ) -> None:
     if x.ndim < 1 or x.shape[-1] != m:
         raise ValueError(f"`x` should have last dimension {m} to match a weight of shape {(n, m)}; got {_shape(x)}")
+    dtype, device = sigma.dtype, sigma.device
     for t in tensors:
-        if t.device != sigma.device or (t.dtype != sigma.dtype and not (t is x and _autocast(x))):
+        if (t.dtype is not dtype and not (t is x and _autocast(x))) or t.device != device:
             got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
             raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
     k = sigma.shape[0]

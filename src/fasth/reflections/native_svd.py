@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,17 @@ from fasth.reflections.native import COMPACT, address, as_saved, functions, plai
 from fasth.reflections.tuning import default_block_size
 
 _SMALL = 1 << 18  # numbers that are kept without asking whether they are worth their memory
+
+
+class _Factors(NamedTuple):
+    """Where the factors are, in the core's terms: addresses and strides."""
+
+    V: int
+    V_strides: tuple[int, ...]
+    sigma: int
+    signs: int
+    U: int
+    U_strides: tuple[int, ...]
 
 
 def svd_linear(
@@ -29,11 +40,21 @@ def svd_linear(
     U: (·, n) and V: (·, m) are reflectors; or V is None and U the (n, m) matrix that holds both sides, compact.
     sigma: (k,), signs: (2, k). ``composed`` computes the same of the same arguments; second derivatives go through it.
     """
-    sigma, bias, signs = _flat(sigma), _flat(bias), _flat(signs)
-    tensors = x, U, sigma, V, bias
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _run(*tensors, signs, kind, composed)
-    return _forward(x.contiguous(), U, sigma, V, bias, signs, kind, False)[0]
+    if not sigma.is_contiguous():
+        sigma = sigma.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    if signs is not None and not signs.is_contiguous():
+        signs = signs.contiguous()
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or U.requires_grad
+        or sigma.requires_grad
+        or (V is not None and V.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return _run(x, U, sigma, V, bias, signs, kind, composed)
+    return _forward(x, U, sigma, V, bias, signs, kind, False)[0]
 
 
 def _forward(
@@ -45,53 +66,36 @@ def _forward(
     signs: Tensor | None,
     kind: int,
     keep: bool,
-) -> tuple[Tensor, tuple[int, ...], Tensor | None, tuple[int, int]]:
-    core_functions = functions(x.dtype)
-    problem, U_strides, V_strides = _problem(x, U, sigma, V, kind)
+) -> tuple[Tensor, tuple[int, ...], _Factors, Tensor | None, tuple[int, int]]:
+    """The output; the problem and the factors in the core's terms; what is kept for a gradient, how it is laid out."""
+    core = functions(x.dtype)
+    x = x.contiguous()
+    if V is None:
+        n, m = r_V, r_U = U.shape
+    else:
+        (r_U, n), (r_V, m) = U.shape, V.shape
+    size = x.numel()
+    blocks = default_block_size(min(r_V, m)), default_block_size(min(r_U, n))
+    problem = (size // m, m, n, r_V, r_U, kind, *blocks, sigma.shape[0])
+    factors = _locate(U, sigma, V, signs)
     threads = torch.get_num_threads()
     kept, U_kept, with_states = None, 0, False
     if keep:
-        room = max(2 * (x.numel() + U.numel() + (0 if V is None else V.numel())), _SMALL)
-        size, U_kept, with_states = core_functions.svd_plan(*problem, threads, room)
-        kept = x.new_empty(size)
-    out = x.new_empty((*x.shape[:-1], problem[2]))
-    members = core_functions.svd_forward(
-        *problem,
-        threads,
-        x.data_ptr(),
-        (0, problem[1], 1),
-        address(U if V is None else V),
-        V_strides,
-        sigma.data_ptr(),
-        address(signs),
-        U.data_ptr(),
-        U_strides,
-        address(bias),
-        out.data_ptr(),
-        address(kept),
-        U_kept,
-        with_states,
-    )
-    return out, problem, kept, (U_kept, members)
+        room = max(2 * (size + U.numel() + (0 if V is None else V.numel())), _SMALL)
+        kept_size, U_kept, with_states = core.svd_plan(*problem, threads, room)
+        kept = x.new_empty(kept_size)
+    out = x.new_empty((size // m, n) if x.ndim == 2 else (*x.shape[:-1], n))
+    pointers = address(bias), out.data_ptr(), address(kept)
+    members = core.svd_forward(*problem, threads, x.data_ptr(), (0, m, 1), *factors, *pointers, U_kept, with_states)
+    return out, problem, factors, kept, (U_kept, members)
 
 
-def _problem(
-    x: Tensor, U: Tensor, sigma: Tensor, V: Tensor | None, kind: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """In the core's terms; and the strides of both sides."""
-    U_strides, V_strides = _strides(U, V)
+def _locate(U: Tensor, sigma: Tensor, V: Tensor | None, signs: Tensor | None) -> _Factors:
+    U_address, (rows, columns) = U.data_ptr(), U.stride()
+    small = sigma.data_ptr(), address(signs)
     if V is None:
-        n, m = U.shape
-        r_U, r_V = m, n
-    else:
-        (r_U, n), (r_V, m) = U.shape, V.shape
-    blocks = default_block_size(min(r_V, m)), default_block_size(min(r_U, n))
-    return (x.numel() // m, m, n, r_V, r_U, kind, *blocks, sigma.shape[0]), U_strides, V_strides
-
-
-def _strides(U: Tensor, V: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows, columns = U.stride()
-    return ((0, columns, rows), (0, rows, columns)) if V is None else ((0, rows, columns), (0, *V.stride()))
+        return _Factors(U_address, (0, rows, columns), *small, U_address, (0, columns, rows))
+    return _Factors(V.data_ptr(), (0, *V.stride()), *small, U_address, (0, rows, columns))
 
 
 class _SVDLinear(torch.autograd.Function):
@@ -100,7 +104,7 @@ class _SVDLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, U: Tensor, sigma: Tensor, V: Tensor | None, bias: Tensor | None, *rest: Any
     ) -> Tensor:
         signs, kind, ctx.composed = rest
-        out, ctx.problem, kept, ctx.layout = _forward(x.contiguous(), U, sigma, V, bias, signs, kind, True)
+        out, *ctx.problem, kept, ctx.layout = _forward(x, U, sigma, V, bias, signs, kind, True)
         ctx.kept_size = 0 if kept is None else kept.numel()
         ctx.save_for_backward(x, U, sigma, V, bias, signs, kept)
         return out
@@ -112,52 +116,57 @@ class _SVDLinear(torch.autograd.Function):
         if torch.is_grad_enabled() or watched() or not plain(g):  # a second derivative is to follow, for one
             return *_differentiable_gradients(ctx.composed, g, inputs, signs, needs[:5]), None, None, None
         x, U, sigma, V, bias = inputs
-        _check_saved(ctx, g, x, U, sigma, V, bias, signs)
+        problem, factors = ctx.problem
+        if (given_back := _locate(U, sigma, V, signs)) != factors or x.shape[:-1] != g.shape[:-1]:
+            _check_given_back(problem, g, [*inputs[1:], signs])
+            factors = given_back
         kept = as_saved(kept, ctx.kept_size, g.dtype)
-        U_strides, V_strides = _strides(U, V)
+        g = g.contiguous()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         # Compact reflectors write one side of their matrix. Two that share one write all of it.
-        new = torch.zeros_like if V is not None and ctx.problem[5] == COMPACT else torch.empty_like
+        new = torch.zeros_like if V is not None and problem[5] == COMPACT else torch.empty_like
         dU = new(U) if needs[1] else None
         dV = new(V) if needs[3] else None
         dsigma = torch.empty_like(sigma)
         dbias = torch.empty_like(bias) if needs[4] else None
-        dU_strides, dV_strides = _strides(U if dU is None else dU, V if dV is None else dV)
-        g = g.contiguous()
+        to = _locate(U if dU is None else dU, dsigma, V if dV is None else dV, None)
         functions(g.dtype).svd_backward(
-            *ctx.problem,
+            *problem,
             torch.get_num_threads(),
             g.data_ptr(),
-            (0, g.shape[-1], 1),
-            address(U if V is None else V),
-            V_strides,
-            sigma.data_ptr(),
-            address(signs),
-            U.data_ptr(),
-            U_strides,
+            (0, problem[2], 1),
+            *factors,
             address(kept),
             *ctx.layout,
             address(dx),
-            address(dU if V is None else dV),
-            dV_strides,
-            dsigma.data_ptr(),
-            address(dU),
-            dU_strides,
+            to.V if (dU if V is None else dV) is not None else 0,
+            to.V_strides,
+            to.sigma,
+            to.U if dU is not None else 0,
+            to.U_strides,
             address(dbias),
         )
         return dx, dU, dsigma if needs[2] else None, dV, dbias, None, None, None
 
 
-def _check_saved(ctx: Any, g: Tensor, x: Tensor, U: Tensor, sigma: Tensor, *others: Tensor | None) -> None:
-    """That hooks on saved tensors gave them back as they were, before their addresses are used."""
-    V, *small = others
-    same = _problem(x, U, sigma, V, ctx.problem[5])[0] == ctx.problem
-    tensors = [t for t in (x, U, sigma, *others) if t is not None]
-    if not same or any(t.dtype != g.dtype or not t.is_cpu for t in tensors) or any(_flat(t) is not t for t in small):
-        raise RuntimeError("a hook on saved tensors should give them back as they were")
-
-
+# Function.apply without its preparations for functorch, as in native.py.
 _run = super(torch.autograd.Function, _SVDLinear).apply
+
+
+def _check_given_back(problem: tuple[int, ...], g: Tensor, tensors: list[Tensor | None]) -> None:
+    """That hooks on saved tensors, which gave back other memory, gave it back as it was."""
+    _, m, n, r_V, r_U, *_, k = problem
+    _, sigma, V, bias, signs = tensors
+    shapes = [(n, m) if V is None else (r_U, n), (k,), (r_V, m), (n,), (2, k)]
+    for t, shape in zip(tensors, shapes, strict=True):
+        if t is not None and (t.shape != shape or t.dtype != g.dtype or not t.is_cpu):
+            raise RuntimeError(
+                f"a hook on saved tensors should give them back as they were, {shape} {g.dtype} on the CPU; "
+                f"got {tuple(t.shape)} {t.dtype} on {t.device}"
+            )
+    for t in (sigma, bias, signs):
+        if t is not None and not t.is_contiguous():
+            raise RuntimeError("a hook on saved tensors should give them back as they were, contiguous")
 
 
 def _differentiable_gradients(
@@ -172,11 +181,3 @@ def _differentiable_gradients(
         wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad(composed(*inputs, signs), wanted, g, create_graph=again))
     return tuple(next(found) if need else None for need in needs)
-
-
-@overload
-def _flat(t: Tensor) -> Tensor: ...
-@overload
-def _flat(t: Tensor | None) -> Tensor | None: ...
-def _flat(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.is_contiguous() else t.contiguous()
