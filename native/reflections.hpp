@@ -46,25 +46,32 @@ struct Problem {
     Index block_at(Index step, bool transposed) const { return transposed ? step : blocks() - 1 - step; }
 };
 
-// The columns of one member of a team: of all half panels those numbered rank, rank + size, …, put together two by two
-// into panels. So triangular problems stay balanced to half a panel, and products are as wide as a panel.
+// The columns of one member of a team. Half panels are dealt out to and fro (0 1 1 0 0 1 1 0 for two members), and each
+// member puts its own together two by two into panels. So a triangular problem is shared out to half a panel, who has one
+// more changes from block to block, and products are as wide as a panel.
 struct Columns {
     Index H, W;
     int size, rank;
     Index halves, panels;
 
     Columns(const Problem &p, int size, int rank)
-        : H(p.H), W(2 * p.H), size(size), rank(rank), halves((p.half_panels() - rank + size - 1) / size),
-          panels((halves + 1) / 2) {}
+        : H(p.H), W(2 * p.H), size(size), rank(rank), halves(before(p.half_panels())), panels((halves + 1) / 2) {}
 
-    Index column(Index panel, Index half) const { return ((2 * panel + half) * size + rank) * H; } // the first, in V
-    Index first_half(const Problem &p, Index block) const { return (p.first_half(block) - rank + size - 1) / size; }
+    // Where a panel's halves start in V.
+    Index column(Index panel, Index half) const { return (panel * 2 * size + (half ? 2 * size - 1 - rank : rank)) * H; }
+    Index first_half(const Problem &p, Index block) const { return before(p.first_half(block)); }
     Index first_panel(const Problem &p, Index block) const { return std::min(first_half(p, block) / 2, panels); }
     // The columns of a panel, counted within it, that a block reaches: on the left of them its reflectors are zero.
     Index from(const Problem &p, Index block, Index panel) const {
         return std::clamp<Index>(first_half(p, block) - 2 * panel, 0, 2) * H;
     }
     Index to(Index panel) const { return std::min<Index>(halves - 2 * panel, 2) * H; }
+
+  private:
+    Index before(Index half) const { // how many of the first so many half panels are this member's
+        const Index deals = half / (2 * size), rest = half % (2 * size);
+        return 2 * deals + (rest > rank) + (rest > 2 * size - 1 - rank);
+    }
 };
 
 // What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
@@ -577,21 +584,19 @@ template <class T> class Member {
         product<Result::set, T>(p.m, kp, {kp, S, kp, 1, {F, kp}}, {nullptr, 0}, {Z, kp});
     }
 
-    // −N = stril(RᵀZ − ZᵀR) for x Qᵀ, striu for x Q.
+    // −N = stril(M − Mᵀ) with M = RᵀZ for x Qᵀ, striu for x Q.
     void antisymmetric_half(const T *Z, const T *R) const {
         FASTH_PHASE(antisymmetric);
-        T *const N = own.N;
-        for (Index j = 0; j < kp; j += padding) {
-            const Index from = p.transpose ? j : 0, count = p.transpose ? kp - j : j + padding;
-            const Matrix<T> rows{N + j * kp + from, kp};
-            product<Result::set, T>(padding, count, {p.m, R + j, 1, kp, {Z + from, kp}}, {nullptr, 0}, rows);
-            product<Result::subtract, T>(padding, count, {p.m, Z + j, 1, kp, {R + from, kp}}, {rows.data, kp}, rows);
+        T *const N = own.N, *const Mt = own.dY;
+        product<Result::set, T>(kp, kp, {p.m, R, 1, kp, {Z, kp}}, {nullptr, 0}, {N, kp});
+        transpose<T>(kp, kp, {N, kp}, {Mt, kp});
+        for (Index i = 0; i < kp; ++i) {
+            T *const row = N + i * kp;
+            const Index from = p.transpose ? i + 1 : 0, to = p.transpose ? kp : i;
+            for (Index j = 0; j < kp; ++j) row[j] -= Mt[i * kp + j];
+            std::fill(row, row + from, T(0));
+            std::fill(row + to, row + kp, T(0));
         }
-        for (Index i = 0; i < kp; ++i)
-            if (p.transpose)
-                std::fill(N + i * kp, N + i * kp + i + 1, T(0));
-            else
-                std::fill(N + i * kp + i, N + (i + 1) * kp, T(0));
     }
 
     // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.
