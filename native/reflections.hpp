@@ -587,7 +587,7 @@ template <class T> class Member {
     // −N = stril(M − Mᵀ) with M = RᵀZ for x Qᵀ, striu for x Q.
     void antisymmetric_half(const T *Z, const T *R) const {
         FASTH_PHASE(antisymmetric);
-        T *const N = own.N, *const Mt = own.dY;
+        T *const N = own.N, *const Mt = own.other; // which the way back does not need
         product<Result::set, T>(kp, kp, {p.m, R, 1, kp, {Z, kp}}, {nullptr, 0}, {N, kp});
         transpose<T>(kp, kp, {N, kp}, {Mt, kp});
         for (Index i = 0; i < kp; ++i) {
