@@ -7,7 +7,7 @@ import torch
 from dense import assert_within
 from torch import nn
 
-from fasth import spectrum
+from fasth import parametrizations, spectrum
 from fasth.convert import to_svd
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.optim import param_groups
@@ -132,3 +132,11 @@ def test_a_mistake_is_explained():
         param_groups(nn.Linear(2, 2), weight_decay="1")
     with pytest.raises(TypeError, match=r"`model` should be a torch\.nn\.Module; got list"):
         param_groups([], weight_decay=0.1)
+
+
+def test_parametrizations() -> None:
+    layer = parametrizations.svd(nn.Linear(5, 4))
+    other = parametrizations.orthogonal(nn.Linear(4, 3))
+    decayed, rest = param_groups(nn.Sequential(layer, other), weight_decay=0.1)
+    assert decayed["params"] == [layer.parametrizations.weight.original1]
+    assert len(rest["params"]) == 4

@@ -179,6 +179,18 @@ def test_second_derivatives(path: str) -> None:
     assert torch.autograd.gradgradcheck(function, tuple(tensors.values()))
 
 
+def test_one_tensor_as_both_sides(path: str) -> None:
+    tensors = draw(Shape((2,), 3, 3), "compact", torch.float64, "cpu")
+    signs = tensors["signs"]
+
+    def function(x: Tensor, U: Tensor, sigma: Tensor) -> Tensor:
+        return svd_linear(x, U, sigma, U, signs=signs)
+
+    inputs = tensors["x"], tensors["U"].detach().mul(0.9).requires_grad_(), tensors["sigma"]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
 def test_strides(path: str, device: str) -> None:
     tensors = draw(Shape((6,), 10, 14), "shared", torch.float64, device)
     strided = {

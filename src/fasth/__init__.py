@@ -1,11 +1,13 @@
 """Neural networks that have SVDs: orthogonal and SVD-parametrised weights at about the cost of ``nn.Linear``."""
 
-from fasth import spectrum
+from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
+from fasth.flows import SVDTransform
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
 from fasth.reflections import householder
+from fasth.watch import spectra
 
 __all__ = [
     "RNNSVD",
@@ -16,10 +18,13 @@ __all__ = [
     "LinearSVD",
     "LinearSymmetric",
     "Orthogonal",
+    "SVDTransform",
     "Symmetric",
     "compress",
     "householder",
     "param_groups",
+    "parametrizations",
+    "spectra",
     "spectrum",
     "to_dense",
     "to_svd",

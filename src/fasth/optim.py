@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fasth.nn.factored import Factored
+from fasth.parametrizations import OrthogonalWeight, SVDWeight
 
 __all__ = ["param_groups"]
 
@@ -20,8 +22,9 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     takes W to (1 − lr·weight_decay)·W, as it does with a dense layer. On reflectors it would mean something else: the
     length of full ones says nothing about W, and shorter compact ones turn U and V. So the decay falls on
 
-    - sigma of every layer of fasth. Where a spectrum maps this parameter to σ, it decays to 0, and σ to what the
-      spectrum makes of 0, which for ``around(center, eps)`` is the center;
+    - sigma of every layer of fasth, and of every tensor under ``fasth.parametrizations``. Where a spectrum maps this
+      parameter to σ, it decays to 0, and σ to what the spectrum makes of 0, which for ``around(center, eps)`` is the
+      center;
     - every other parameter of two or more dimensions, for what the model holds dense;
 
     and not on reflectors, biases and other vectors, such as the gains of norms.
@@ -53,6 +56,11 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(module, ParametrizationList):
+        if isinstance(module[0], SVDWeight):
+            return name == "original1"
+        if isinstance(module[0], OrthogonalWeight):
+            return False
     if isinstance(module, Factored):
         if name.startswith("sigma"):
             return True

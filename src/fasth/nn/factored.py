@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import weakref
@@ -33,7 +34,10 @@ class Factored(nn.Module):
     costs what it costs with a dense layer. A change shows in a tensor's version, address or identity, and every
     ``torch.optim`` optimizer's step counts as one. What does not show is writing into the memory behind autograd's
     back, as through ``.data``; call ``eval()`` after that: it forgets the weight, as ``train()`` does. The kept weight
-    is no part of a state_dict, a copy or a pickle.
+    is no part of a state_dict, a copy or a pickle. None is kept in memory that other processes share, and may write
+    to, nor of parameters that FSDP gathers anew for each call.
+
+    A state_dict of the dense twin, with a ``weight``, is converted as it is loaded, as ``set_weight_`` would.
     """
 
     bias: nn.Parameter | None
@@ -70,7 +74,7 @@ class Factored(nn.Module):
 
     def _keep_weight(self) -> Tensor | None:
         self._kept = None
-        if self.training or native.watched():
+        if self.training or native.watched() or self._gathered():
             return None
         parameters, buffers = (_records(tensors, self._made_of) for tensors in (self._parameters, self._buffers))
         if len(parameters) + len(buffers) < len(self._made_of):
@@ -80,6 +84,11 @@ class Factored(nn.Module):
         _keepers.add(self)
         _watch_optimizers()
         return self._kept.weight
+
+    def _gathered(self) -> bool:
+        """Whether FSDP refills the parameters for each call: same tensors and versions, and at times same addresses."""
+        # The flag is that of fully_shard and of its predecessor; replicate, which works likewise, sets hooks only.
+        return "_is_fsdp_managed_module" in self.__dict__ or bool(self._load_state_dict_pre_hooks)
 
     def train(self: Self, mode: bool = True) -> Self:
         self._kept = None
@@ -91,6 +100,61 @@ class Factored(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        failed: list[str] = []
+        for name, made_of in self._dense_weights().items():
+            factors, weight = [prefix + factor for factor in made_of], state_dict.get(prefix + name)
+            if not isinstance(weight, Tensor) or any(factor in state_dict for factor in factors):
+                continue
+            if not all(factor in self._parameters or factor in self._buffers for factor in made_of):
+                continue  # computed, as after pruning
+            del state_dict[prefix + name]
+            # Assigned tensors are as they are in the state_dict; copied ones are as they are here.
+            like = weight if local_metadata.get("assign_to_params_buffers", False) else self._first()
+            try:
+                made = self._made_from(weight, dtype=like.dtype, device=(weight if like.is_meta else like).device)
+            except (ValueError, RuntimeError) as error:
+                error_msgs.append(f'While converting "{prefix + name}" to {", ".join(made_of)}: {error}.')
+                failed += factors
+            else:
+                state_dict.update(zip(factors, made, strict=True))
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [key for key in missing if key not in failed]
+
+    def _dense_weights(self) -> dict[str, tuple[str, ...]]:
+        """The names that the weights of the dense twin have, and what each of them is made of here."""
+        return {"weight": self._made_of}
+
+    @torch.no_grad()
+    def _made_from(self, weight: Tensor, **like: Any) -> list[Tensor]:
+        """What a weight of the dense twin is made of, in the order of ``_made_of``, without a change of this layer."""
+        layer = copy.copy(self)
+        layer._parameters = {
+            name: None if p is None else nn.Parameter(torch.empty_like(p, **like), False)
+            for name, p in self._parameters.items()
+        }
+        layer._buffers = {name: None if b is None else torch.empty_like(b, **like) for name, b in self._buffers.items()}
+        layer.set_weight_(weight)
+        return [getattr(layer, name).detach() for name in self._made_of]
+
+    @torch.no_grad()
+    def _write(self, **values: Tensor) -> None:
+        """The values into the parameters and buffers of these names. Sharded over processes: those of the first."""
+        mesh = getattr(self._first(), "device_mesh", None)
+        for name, value in values.items():
+            target = getattr(self, name)
+            target.copy_(value if mesh is None else _distributed(value.to(target), target, mesh))
 
     def _add_bias(self, bias: bool, size: int, device: Any, dtype: torch.dtype | None) -> None:
         self.register_parameter("bias", nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None)
@@ -147,6 +211,20 @@ def _forget_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _keepers.discard(module)
 
 
+def _distributed(values: Tensor, like: Any, mesh: Any) -> Tensor:
+    """The first process's values on all of them, each with its shard, or with the whole if ``like`` is a buffer."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    if hasattr(like, "placements"):
+        return distribute_tensor(values, mesh, like.placements)
+    return distribute_tensor(values, mesh, [Replicate()] * mesh.ndim).to_local()
+
+
+def in_dtype_of(parameter: Tensor, buffer: Tensor) -> Tensor:
+    """The buffer as the parameter is. FSDP casts only parameters to the dtype that it is told to compute in."""
+    return buffer if buffer.dtype == parameter.dtype else buffer.to(parameter.dtype)
+
+
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"`{name}` should be {' or '.join(map(repr, allowed))}; got {value!r}")
@@ -166,7 +244,10 @@ def _records(tensors: Mapping[str, Tensor | None], names: tuple[str, ...]) -> tu
         (name, tensor, tensor._version, tensor.data_ptr())
         for name, tensor in found
         # None: it is in the other table, or computed, as after pruning. Tensors of inference mode have no version.
-        if tensor is not None and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
+        if tensor is not None
+        and type(tensor) in (Tensor, nn.Parameter)
+        and not tensor.is_inference()
+        and not (tensor.is_cpu and tensor.is_shared())
     )
 
 

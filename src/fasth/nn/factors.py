@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import Factored, one_of
+from fasth.nn.factored import Factored, in_dtype_of, one_of
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact
 from fasth.reflections import svd_dense
@@ -53,7 +53,7 @@ class SVDFactors(Factored):
         """W = U Σ Vᵀ as its factors, differentiable."""
         U, sigma, V = self._factors()
         U, V = (U.mT, U) if V is None else (U, V)
-        U_signs, V_signs = self.signs.unbind()
+        U_signs, V_signs = in_dtype_of(sigma, self.signs).unbind()
         return SVD(Orthogonal(U, form=self.form, signs=U_signs), sigma, Orthogonal(V, form=self.form, signs=V_signs))
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -63,7 +63,8 @@ class SVDFactors(Factored):
 
     def _matrix(self) -> Tensor:
         """W: (n, m)."""
-        return svd_dense(*self._factors(), signs=self.signs, form=self.form)
+        U, sigma, V = self._factors()
+        return svd_dense(U, sigma, V, signs=in_dtype_of(sigma, self.signs), form=self.form)
 
     def _reset_factors(self) -> None:
         if self.sigma.is_meta:
@@ -85,16 +86,13 @@ class SVDFactors(Factored):
         signs: Any = svd.U.signs, svd.V.signs
         self._set_factors(svd.U.V, svd.sigma, svd.V.V, torch.stack(signs))
 
-    @torch.no_grad()
     def _set_factors(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> None:
         """From compact reflectors, U: (·, n) and V: (·, m)."""
         if self.form == "compact":
-            self.reflectors.copy_(joined(U, V))
+            self._write(reflectors=joined(U, V))
         else:
-            self.U.copy_(expanded(U))
-            self.V.copy_(expanded(V))
-        self.sigma.copy_(self.spectrum.inverse(sigma))
-        self.signs.copy_(signs)
+            self._write(U=expanded(U), V=expanded(V))
+        self._write(sigma=self.spectrum.inverse(sigma), signs=signs)
 
 
 def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:
@@ -106,8 +104,8 @@ def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:
 
 
 def joined(U: Tensor, V: Tensor) -> Tensor:
-    """Compact reflectors U: (k, n) and V: (k, m) in one matrix: (n, m), those of U as columns below the diagonal."""
-    (k, n), m = U.shape, V.shape[1]
+    """Compact reflectors U: (*, k, n) and V: (*, k, m) in one matrix: (*, n, m), U's as columns below the diagonal."""
+    (k, n), m = U.shape[-2:], V.shape[-1]
     return F.pad(U.mT, (0, m - k)) + F.pad(V, (0, 0, 0, n - k))
 
 

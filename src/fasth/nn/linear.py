@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import Factored, at_least_one, one_of
+from fasth.nn.factored import Factored, at_least_one, in_dtype_of, one_of
 from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, spectrum_or_free
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
@@ -136,7 +136,8 @@ class LinearSVD(_Linear, SVDFactors):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return svd_linear(x, *self._factors(), self.bias, signs=self.signs, form=self.form)
+        U, sigma, V = self._factors()
+        return svd_linear(x, U, sigma, V, self.bias, signs=in_dtype_of(sigma, self.signs), form=self.form)
 
     @property
     def weight(self) -> Tensor:
@@ -199,13 +200,13 @@ class LinearSymmetric(_Linear):
     def reset_parameters(self) -> None:
         """U uniformly distributed up to signs, or the identity; λ = 1; the bias as in ``nn.Linear``."""
         if not self.sigma.is_meta:
-            self._set_factors(_initial(self.reflectors, self.init)[0], torch.ones_like(self.sigma))
+            U, signs = _initial(self.reflectors, self.init)
+            self._set_factors(U, torch.ones_like(signs))
         self._reset_bias(self.in_features)
 
-    @torch.no_grad()
     def _set_factors(self, U: Tensor, sigma: Tensor) -> None:
-        self.reflectors.copy_(U if self.form == "compact" else expanded(U))
-        self.sigma.copy_(self.spectrum.inverse(sigma))
+        U = U if self.form == "compact" else expanded(U)
+        self._write(reflectors=U, sigma=self.spectrum.inverse(sigma))
 
     def _multiply(self, x: Tensor) -> Tensor:
         sigma = self.spectrum(self.sigma)
@@ -286,16 +287,15 @@ class LinearOrthogonal(_Linear):
             self._set_factors(*_initial(self.reflectors, self.init))
         self._reset_bias(self.in_features)
 
-    @torch.no_grad()
     def _set_factors(self, V: Tensor, signs: Tensor) -> None:
-        self.reflectors.copy_(V if self.form == "compact" else expanded(V)[: len(V)])
-        self.signs.copy_(signs)
+        self._write(reflectors=V if self.form == "compact" else expanded(V)[: len(V)], signs=signs)
 
     def _multiply(self, x: Tensor) -> Tensor:
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(f"`x` should have last dimension {self.in_features}; got shape {tuple(x.shape)}")
         if self.out_features < self.in_features:
-            out = self._reflect(x, transpose=True)[..., : self.out_features] * self.signs
+            out = self._reflect(x, transpose=True)[..., : self.out_features]
+            out = out * self.signs.to(out.dtype)
         else:
             out = self._reflect(F.pad(x * self.signs.to(x.dtype), (0, self.out_features - self.in_features)))
         return out if self.bias is None else out + self.bias
@@ -308,13 +308,14 @@ class LinearOrthogonal(_Linear):
     @property
     def orthogonal(self) -> Orthogonal:
         """The whole of H₁⋯H_k diag(signs): (d, d), of which W is the first columns, transposed where out < in."""
-        return Orthogonal(self.reflectors, form=self.form, signs=self.signs)
+        V = self.reflectors
+        return Orthogonal(V, form=self.form, signs=in_dtype_of(V, self.signs))
 
     @property
     def weight(self) -> Tensor:
         """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
         k, d = self.reflectors.shape
-        columns = self._reflect(F.pad(self.signs.diag(), (0, d - k)))
+        columns = self._reflect(F.pad(in_dtype_of(self.reflectors, self.signs).diag(), (0, d - k)))
         return columns if self.out_features < self.in_features else columns.mT
 
     def set_weight_(self, weight: Tensor) -> LinearOrthogonal:
@@ -341,7 +342,8 @@ def _initial(like: Tensor, init: str) -> tuple[Tensor, Tensor]:
     k, d = like.shape
     if init == "haar":
         return haar_compact(k, d, dtype=like.dtype, device=like.device)
-    return torch.zeros_like(like), -like.new_ones(k)
+    V = torch.zeros(k, d, dtype=like.dtype, device=like.device)
+    return V, -V.new_ones(k)
 
 
 def _as_autocast(out: Tensor) -> Tensor:

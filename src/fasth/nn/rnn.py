@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import Factored, one_of
+from fasth.nn.factored import Factored, in_dtype_of, one_of
 from fasth.nn.factors import INITS
 from fasth.nn.linear import LinearSVD
 from fasth.operators import SVD, Orthogonal
@@ -115,10 +115,12 @@ class RNNSVD(Factored):
 
     def _copy_factors(self, square: LinearSVD, where: str) -> None:
         for name in FACTORS:
-            _copy(getattr(square, name), getattr(self, f"{name}_{where}"))
+            self._write(**{f"{name}_{where}": getattr(square, name)})
+            getattr(self, f"{name}_{where}").requires_grad_(getattr(square, name).requires_grad)
 
     def _svd(self, where: str) -> SVD:
         reflectors, sigma, signs = (getattr(self, f"{name}_{where}") for name in FACTORS)
+        signs = in_dtype_of(sigma, signs)
         return SVD(
             Orthogonal(reflectors.mT, form="compact", signs=signs[0]),
             self.spectrum(sigma),
@@ -207,6 +209,14 @@ class RNNSVD(Factored):
                 f"`hx` should have shape {shape}, or {shape[::2]} for unbatched input; got {tuple(hx.shape)}"
             )
         return hx
+
+    def _dense_weights(self) -> dict[str, tuple[str, ...]]:
+        return {f"weight_hh_{where}": tuple(f"{name}_{where}" for name in FACTORS) for where in self._places()}
+
+    def _made_from(self, weight: Tensor, **like: Any) -> list[Tensor]:
+        h = self.hidden_size
+        square = nn.utils.skip_init(LinearSVD, h, h, False, **like, spectrum=self.spectrum).set_weight_(weight)
+        return [getattr(square, name).detach() for name in FACTORS]
 
     def flatten_parameters(self) -> None:
         """Nothing to do: it is here because code that is written for ``nn.RNN`` calls it."""

@@ -1,0 +1,155 @@
+"""What the layers of a model know about themselves while it trains: singular values, norms, condition numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fasth.nn import RNNSVD, LinearOrthogonal, LinearSymmetric
+from fasth.nn.factors import SVDFactors
+from fasth.parametrizations import OrthogonalWeight, SVDWeight
+
+__all__ = ["LayerSpectrum", "Spectra", "spectra"]
+
+
+def spectra(model: nn.Module) -> Spectra:
+    """The singular values of every weight of ``model`` that is held as its factors, now. Nothing is decomposed.
+
+    That is, of the layers of fasth and of the tensors under ``fasth.parametrizations``. O(d log d) for each, to sort
+    them.
+
+    Example:
+        >>> print(spectra(nn.Sequential(LinearSVD(64, 64), nn.ReLU(), LinearOrthogonal(64, 10))))
+        layer  weight  largest  median  smallest  condition
+        0      64×64         1       1         1          1
+        2      10×64         1       1         1          1
+        >>> spectra(model).log(writer, step)  # a SummaryWriter of TensorBoard
+        >>> spectra(model).plot()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
+    with torch.no_grad():
+        return Spectra(list(_layers(model)))
+
+
+class LayerSpectrum(NamedTuple):
+    """The singular values of one weight."""
+
+    name: str  # as in ``model.named_modules()``, or of a tensor of one of them
+    shape: tuple[int, ...]  # (n, m), or (*b, n, m)
+    singular_values: Tensor  # (min(n, m),), or (*b, min(n, m)), descending
+
+    @property
+    def norm(self) -> float:
+        """The spectral norm ‖W‖₂, the largest singular value: of a batch, that of all."""
+        return self._largest().max().item()
+
+    @property
+    def cond(self) -> float:
+        """The largest over the smallest singular value, infinite if that is zero: of a batch, the largest of all."""
+        largest, smallest = self._largest(), self.singular_values[..., -1].double()
+        return torch.where(smallest == 0, math.inf, largest / torch.where(smallest == 0, 1, smallest)).max().item()
+
+    def _largest(self) -> Tensor:
+        return self.singular_values[..., 0].double()
+
+
+class Spectra(Mapping[str, LayerSpectrum]):
+    """The spectra of a model's weights by name. ``print`` shows them as a table."""
+
+    def __init__(self, layers: list[LayerSpectrum]) -> None:
+        self._layers = {layer.name: layer for layer in layers}
+
+    def __getitem__(self, name: str) -> LayerSpectrum:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        rows: list[tuple[str, ...]] = [("layer", "weight", "largest", "median", "smallest", "condition")]
+        for name, layer in self.items():
+            values = layer.singular_values.double()
+            numbers = (layer.norm, values.median().item(), values.min().item(), layer.cond)
+            rows.append((name or "model", _times(layer.shape), *(f"{number:.4g}" for number in numbers)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        formats = [f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths)]
+        return "\n".join("  ".join(formats).format(*row) for row in rows)
+
+    def log(self, writer: Any, step: int | None = None) -> None:
+        """Norms, condition numbers and histograms of the singular values to a ``SummaryWriter`` of TensorBoard."""
+        for name, layer in self.items():
+            name = name or "model"
+            writer.add_scalar(f"spectral_norm/{name}", layer.norm, step)
+            writer.add_scalar(f"condition_number/{name}", layer.cond, step)
+            writer.add_histogram(f"singular_values/{name}", layer.singular_values.float().cpu(), step)
+
+    def plot(self, ax: Any = None) -> Any:
+        """One curve for each weight, its singular values in descending order. Returns the matplotlib Axes.
+
+        Args:
+            ax: where to draw; by default in a new figure, ``ax.figure``.
+        """
+        if ax is None:
+            ax = _new_axes()
+        for name, layer in self.items():
+            values = layer.singular_values.flatten().sort(descending=True).values.double().cpu()
+            place = torch.linspace(0, 1, len(values)) if len(values) > 1 else torch.zeros(1)
+            shape = "×".join(map(str, layer.shape))
+            ax.plot(
+                place.tolist(), values.tolist(), label=f"{name or 'model'}, {shape}", marker="." * (len(values) < 2)
+            )
+        ax.update_datalim([(0, 0)])  # show zero; limits that were set would cut off what is drawn there later
+        ax.autoscale_view()
+        ax.set(xlabel="from the largest to the smallest", ylabel="singular value")
+        if self:
+            ax.legend()
+        return ax
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _new_axes() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("`plot` needs matplotlib; get it with pip install fasth[reproduce]") from error
+    return pyplot.subplots(layout="constrained")[1]
+
+
+def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
+    for path, module in model.named_modules():
+        for name, shape, sigma in _weights_of(module):
+            # A parametrized tensor is known by the name that it has in its module.
+            parts = [part for part in (*path.split("."), name) if part not in ("", "parametrizations")]
+            whole: Tensor = sigma.full_tensor() if hasattr(sigma, "full_tensor") else sigma  # sharded over processes
+            yield LayerSpectrum(".".join(parts), tuple(shape), whole.detach().abs().sort(-1, descending=True).values)
+
+
+def _weights_of(module: Any) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+    """Names, shapes and singular values, of any sign and order, of what the module holds as its factors."""
+    if isinstance(module, RNNSVD):
+        for name, svd in module.svds.items():
+            yield name, svd.shape, svd.sigma
+    elif isinstance(module, LinearOrthogonal):
+        yield "", (module.out_features, module.in_features), torch.ones_like(module.signs)
+    elif isinstance(module, LinearSymmetric):
+        yield "", module.eig.shape, module.eig.sigma
+    elif isinstance(module, SVDFactors):
+        yield "", module.svd.shape, module.svd.sigma
+    elif isinstance(module, ParametrizationList) and len(module) == 1:  # what others would do to it is not known
+        weight, originals = module[0], vars(module)["_parameters"] | vars(module)["_buffers"]
+        if isinstance(weight, OrthogonalWeight):
+            yield "", weight.shape, torch.ones_like(weight.signs)
+        elif isinstance(weight, SVDWeight):
+            yield "", weight.shape, weight.spectrum(originals["original1"])

@@ -1,0 +1,192 @@
+"""Layers as transforms of torch.distributions, against autograd's Jacobian and a distribution in closed form."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+from torch.distributions import (
+    ComposeTransform,
+    Independent,
+    MultivariateNormal,
+    Normal,
+    TransformedDistribution,
+    constraints,
+    transform_to,
+)
+from torch.distributions.transforms import TanhTransform
+from twins import FORMS, perturbed
+
+from fasth import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, SVDTransform, spectrum
+
+POSITIVE = spectrum.positive()
+LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "LinearSVD": (lambda **o: LinearSVD(5, 5, spectrum=POSITIVE, **o), (5,)),
+    "LinearSVD, free": (lambda **o: LinearSVD(5, 5, **o), (5,)),
+    "LinearSVD, no bias": (lambda **o: LinearSVD(5, 5, False, spectrum=spectrum.between(0.5, 2), **o), (5,)),
+    "LinearSVD, 1": (lambda **o: LinearSVD(1, 1, spectrum=POSITIVE, **o), (1,)),
+    "LinearSymmetric": (lambda **o: LinearSymmetric(5, spectrum=POSITIVE, **o), (5,)),
+    "LinearOrthogonal": (lambda **o: LinearOrthogonal(5, 5, **o), (5,)),
+    "Conv1dSVD": (lambda **o: Conv1dSVD(3, 3, 1, spectrum=POSITIVE, **o), (3, 4)),
+    "Conv2dSVD": (lambda **o: Conv2dSVD(3, 3, 1, spectrum=POSITIVE, **o), (3, 2, 4)),
+}
+every_layer = pytest.mark.parametrize(("make", "event"), LAYERS.values(), ids=LAYERS.keys())
+
+
+def transform_of(make: Any, **options: Any) -> SVDTransform:
+    return SVDTransform(perturbed(make(dtype=torch.float64, **options)))
+
+
+@every_layer
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_the_determinant_is_that_of_the_jacobian(
+    make: Any, event: tuple[int, ...], form: str, batch: tuple[int, ...], training: bool
+) -> None:
+    transform = transform_of(make, reflectors=form)
+    transform.train(training)
+    x = torch.randn(*batch, *event, dtype=torch.float64)
+    y = transform(x)
+    assert y.shape == x.shape
+    torch.testing.assert_close(transform.inv(y), x)
+    logabsdet = transform.log_abs_det_jacobian(x, y)
+    assert logabsdet.shape == batch
+    torch.testing.assert_close(transform.inv.log_abs_det_jacobian(y, x), -logabsdet)
+    for sample, value in zip(x.reshape(-1, *event), logabsdet.reshape(-1), strict=True):
+        forward = jacobian(transform, sample).reshape(sample.numel(), -1)
+        torch.testing.assert_close(torch.linalg.slogdet(forward).logabsdet, value)
+        backward = jacobian(transform.inv, sample).reshape(sample.numel(), -1)
+        torch.testing.assert_close(torch.linalg.slogdet(backward).logabsdet, -value)
+
+
+@every_layer
+def test_domain_and_codomain(make: Any, event: tuple[int, ...]) -> None:
+    transform = transform_of(make)
+    x = torch.randn(7, *event, dtype=torch.float64)
+    for constraint in (transform.domain, transform.codomain):
+        assert constraint.event_dim == len(event) and not constraint.is_discrete
+        assert constraint.check(x).shape == (7,) and constraint.check(x).all()
+    assert transform.bijective and transform.event_dim == len(event)
+    assert transform.forward_shape(x.shape) == transform.inverse_shape(x.shape) == x.shape
+
+
+@pytest.mark.parametrize("kind", [LinearSVD, LinearSymmetric, LinearOrthogonal])
+def test_density_is_that_of_the_normal_distribution_with_this_covariance(kind: Any) -> None:
+    layer = perturbed(kind(4, dtype=torch.float64) if kind is LinearSymmetric else kind(4, 4, dtype=torch.float64))
+    base = Independent(Normal(torch.zeros(4, dtype=torch.float64), 1.0), 1)
+    flow = TransformedDistribution(base, SVDTransform(layer))
+    W, bias = layer.weight, layer.bias
+    expected = MultivariateNormal(bias, W @ W.mT)
+    y = torch.randn(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(flow.log_prob(y), expected.log_prob(y))
+    assert flow.batch_shape == () and flow.event_shape == (4,)
+    assert flow.sample((3, 2)).shape == (3, 2, 4)
+    parameters = list(layer.parameters())
+    gradients, references = (
+        torch.autograd.grad(distribution.log_prob(y).mean(), parameters) for distribution in (flow, expected)
+    )
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, reference)
+
+
+def test_images() -> None:
+    base = Independent(Normal(torch.zeros(3, 2, 4), 1.0), 3)
+    flow = TransformedDistribution(base, SVDTransform(perturbed(Conv2dSVD(3, 3, 1, spectrum=POSITIVE))))
+    assert flow.rsample((5,)).shape == (5, 3, 2, 4)
+    assert flow.log_prob(torch.randn(5, 3, 2, 4)).shape == (5,)
+
+
+def test_scalars_become_vectors() -> None:
+    """A base without events gets those of the transform."""
+    flow = TransformedDistribution(Normal(torch.zeros(7, 4), 1.0), SVDTransform(LinearSVD(4, 4)))
+    assert flow.batch_shape == (7,) and flow.event_shape == (4,)
+    assert flow.log_prob(flow.sample()).shape == (7,)
+
+
+def test_composed_and_trained() -> None:
+    transforms = [
+        SVDTransform(LinearSVD(3, 3, spectrum=POSITIVE)),
+        TanhTransform(),
+        SVDTransform(LinearOrthogonal(3, 3)),
+    ]
+    x = torch.randn(5, 3)
+    composed = ComposeTransform(transforms)
+    torch.testing.assert_close(composed.inv(composed(x)), x, rtol=1e-3, atol=1e-3)
+    assert composed.log_abs_det_jacobian(x, composed(x)).shape == (5,)
+    model = nn.ModuleList([t for t in transforms if isinstance(t, SVDTransform)])
+    assert len(list(model.parameters())) == 5
+    data = torch.randn(200, 3) @ torch.tensor([[2.0, 1, 0], [0, 0.5, 0], [0, 0, 3]]) + 1
+    flow = TransformedDistribution(Normal(torch.zeros(3), 1.0), [transforms[0], transforms[2]])
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
+    for _ in range(150):
+        loss = -flow.log_prob(data).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    mean, covariance = data.mean(0), data.mT.cov(correction=0)
+    assert losses[-1] < -MultivariateNormal(mean, covariance).log_prob(data).mean() + 0.01
+
+
+def test_cache() -> None:
+    transform = SVDTransform(LinearSVD(4, 4), cache_size=1)
+    x = torch.randn(3, 4)
+    assert transform.inv(transform(x)) is x
+    assert transform.with_cache(1) is transform
+    assert transform.with_cache(0)._cache_size == 0 and transform.with_cache(0).layer is transform.layer
+    for other in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
+        torch.testing.assert_close(other(x), transform(x))
+        assert other.inv.inv is other
+    with pytest.raises(ValueError, match="cache_size"):
+        SVDTransform(LinearSVD(4, 4), cache_size=2)
+
+
+def test_is_a_module() -> None:
+    transform = SVDTransform(LinearSVD(4, 4))
+    assert set(transform.state_dict()) == {f"layer.{name}" for name in transform.layer.state_dict()}
+    assert transform == transform and transform != SVDTransform(transform.layer) and len({transform}) == 1
+    assert "LinearSVD(in_features=4" in repr(transform)
+    transform.double()
+    assert transform(torch.randn(2, 4, dtype=torch.float64)).dtype == torch.float64
+    assert isinstance(transform_to(transform.domain).domain, constraints.Constraint)
+
+
+def test_a_singular_layer() -> None:
+    layer = LinearSVD(3, 3)
+    with torch.no_grad():
+        layer.sigma[0] = 0
+    transform, x = SVDTransform(layer), torch.randn(2, 3)
+    y = transform(x)
+    assert (transform.log_abs_det_jacobian(x, y) == -torch.inf).all()
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        transform.inv(y)
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "message"),
+    [
+        (lambda: LinearSVD(3, 4), ValueError, "`SVDTransform` needs a square layer; got 3 input and 4 output"),
+        (lambda: LinearOrthogonal(3, 4), ValueError, "`SVDTransform` needs a square layer"),
+        (lambda: Conv2dSVD(3, 3, 2), ValueError, "`SVDTransform` needs a 1×1 kernel, equal channels, stride 1"),
+        (lambda: Conv1dSVD(3, 3, 1, padding=1), ValueError, "`SVDTransform` needs a 1×1 kernel"),
+        (lambda: nn.Linear(3, 3), TypeError, "`layer` should be one of LinearSVD, .*; got Linear"),
+        (lambda: RNNSVD(3, 3), TypeError, "`layer` should be one of LinearSVD, .*; got RNNSVD"),
+    ],
+)
+def test_errors_say_what_was_expected(layer: Callable[[], nn.Module], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SVDTransform(layer())
+
+
+def test_wrong_input() -> None:
+    flow: Any = TransformedDistribution(Normal(torch.zeros(4), 1.0), SVDTransform(LinearSVD(4, 4)))
+    with pytest.raises(ValueError):
+        flow.log_prob(torch.randn(2, 5))
+    assert isinstance(flow.sample(), Tensor)
