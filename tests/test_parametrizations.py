@@ -337,3 +337,12 @@ def test_errors_say_what_was_expected(call: Callable[[], Any], error: type[Excep
     with pytest.raises(error, match=message):
         call()
     assert parametrizations.orthogonal is orthogonal
+
+
+@pytest.mark.parametrize("parametrization", [parametrizations.orthogonal, parametrizations.svd])
+def test_parameters_may_be_cast_without_buffers(parametrization: Callable[[nn.Module], nn.Module]) -> None:
+    """As FSDP's mixed precision does."""
+    layer = parametrization(nn.Linear(5, 4))
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert layer(torch.randn(3, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from fasth.nn.factored import one_of
+from fasth.nn.factored import in_dtype_of, one_of
 from fasth.nn.factors import joined, spectrum_or_free
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
@@ -126,7 +126,7 @@ class OrthogonalWeight(_Weight):
 
     def forward(self, X: Tensor) -> Tensor:
         V = X if self.wide else X.mT
-        Q = Orthogonal(V, form="compact", signs=self.signs)
+        Q = Orthogonal(V, form="compact", signs=in_dtype_of(V, self.signs))
         k, d = V.shape[-2:]
         columns = Q.matmul(torch.eye(d, k, dtype=X.dtype, device=X.device))
         return columns.mT if self.wide else columns
@@ -155,7 +155,7 @@ class SVDWeight(_Weight):
 
     def svd(self, reflectors: Tensor, sigma: Tensor) -> SVD:
         """W as its factors, differentiable."""
-        U_signs, V_signs = self.signs.unbind(-2)
+        U_signs, V_signs = in_dtype_of(sigma, self.signs).unbind(-2)
         return SVD(
             Orthogonal(reflectors.mT, form="compact", signs=U_signs),
             self.spectrum(sigma),
