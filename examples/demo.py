@@ -1,134 +1,365 @@
-"""Train an orthogonal matrix: recover a rotation from noisy pairs (x, x Qᵀ + noise) by gradient descent.
+"""What if a neural network had SVDs? A network for handwritten digits twice: plain, and converted by ``fasth.to_svd``.
 
-The least-squares answer is known in closed form (orthogonal Procrustes), so there is something to be right about.
+Both compute the same at the start and are trained on the same batches. Then: how well they do and what a step costs,
+what each layer knows of itself without any decomposition, how small the network can be made, and a picture of its
+singular values.
+
 Run: make demo, or python examples/demo.py --help
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import fasth
-from fasth.reflections import definition
+from fasth.environment import describe
+
+# One setting for both networks, chosen on seeds 0 to 3 as one that suits both; what is shown comes from other seeds. It
+# matters: with AdamW at its usual 1e-3 a sigma moves by 1e-3 a step at most, and the SVD network learns more slowly.
+BATCH, LEARNING_RATE, WEIGHT_DECAY, FIRST_SEED = 32, 0.1, 1e-3, 10
+SIZES = {"seeds": (1, 3, 1), "width": (16, 256, 64), "epochs": (1, 20, 8)}  # least, default, quick
+PICTURE = Path(__file__).parents[1] / "build" / "demo" / "spectra.png"
 
 
-def draw_reflectors(d: int) -> Tensor:
-    """d triangular reflectors v = x + sign(x₁)‖x‖e₁ of Gaussian x: Q is Haar-distributed up to its columns' signs."""
-    x = torch.randn(d, d).triu()
-    return x + torch.diag(torch.copysign(x.norm(dim=-1), x.diagonal()))
+class Digits(NamedTuple):
+    images: Tensor  # (n, 64): the 8×8 pixels, from 0 to 1
+    labels: Tensor  # (n,)
 
 
-def dense(V: Tensor) -> Tensor:
-    return fasth.householder(torch.eye(V.shape[-1], dtype=V.dtype), V, triangular=True).mT
+@dataclass
+class Trained:
+    """Both networks after training, what they were trained and are tested on, and what was seen on the way."""
+
+    plain: nn.Module
+    svd: nn.Module
+    training: Digits
+    test: Digits
+    difference_at_start: float  # the largest, of their outputs
+    spectra_at_start: list[Tensor]
+    seconds: dict[str, list[float]]  # of each step of "plain" and of "SVD"
 
 
-def train(x: Tensor, y: Tensor, V: Tensor, steps: int, console: Console) -> None:
-    """min ‖x Qᵀ − y‖² over V. Nothing projects Q back: it is orthogonal at every step, whatever V is."""
-    optimizer = torch.optim.Adam([V], lr=0.1, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.5f}"), TimeElapsedColumn()
-    with Progress(TextColumn("training"), *columns, console=console) as progress:
-        task = progress.add_task("", total=steps, loss=float("nan"))
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = (fasth.householder(x, V, triangular=True) - y).square().mean()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            progress.update(task, advance=1, loss=loss.item())
-
-
-def differences(x: Tensor, V: Tensor, dtype: torch.dtype) -> list[float]:
-    """Largest difference of value, gradient of x and of V from the definition's in float64, per largest entry."""
-    x, V, g = (t.detach().to(dtype) for t in (x, V, torch.randn_like(x)))
-
-    def value_and_gradients(function: Callable[..., Tensor], *arguments: Tensor) -> tuple[Tensor, ...]:
-        x, V, g = (t.clone().requires_grad_() for t in arguments)
-        out = function(x, V, triangular=True)
-        return out, *torch.autograd.grad(out, (x, V), g)
-
-    ours = value_and_gradients(fasth.householder, x, V, g)
-    exact = value_and_gradients(definition.householder, x.double(), V.double(), g.double())
-    return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, exact, strict=True)]
-
-
-def milliseconds_per_step(d: int, rows: int = 32, rounds: int = 100) -> dict[str, float]:
-    """Medians of forward and both gradients. The methods take turns, so that a busy machine slows all alike."""
-    x, V, g = torch.randn(rows, d, requires_grad=True), draw_reflectors(d).requires_grad_(), torch.randn(rows, d)
-    linear = nn.Linear(d, d, bias=False)
-    methods: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
-        "nn.Linear": (lambda: linear(x), linear.weight),
-        "triangular": (lambda: fasth.householder(x, V, triangular=True), V),
-        "full": (lambda: fasth.householder(x, V), V),
-    }
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    for turn in range(rounds + 5):
-        for name, (forward, weight) in methods.items():
-            start = time.perf_counter()
-            torch.autograd.grad(forward(), (x, weight), g)
-            if turn >= 5:  # the first few warm up
-                times[name].append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(measured) for name, measured in times.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("size", 64), ("pairs", 512), ("steps", 1500), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--noise", type=float, default=0.1, help="standard deviation, default 0.1")
-    options = parser.parse_args()
-    if options.size < 2:
-        parser.error(f"--size should be at least 2, for there to be a rotation; got {options.size}")
-    d, console = options.size, Console()
-    torch.manual_seed(options.seed)
-
-    # A reflection has determinant −1, so d nonzero reflectors make Q with determinant (−1)^d and no others: a rotation
-    # for even d. No descent crosses over, so the truth is drawn as a product of just as many reflections, and in the
-    # same way: with other signs of its columns it can be reached too, but may take more steps.
-    truth = dense(draw_reflectors(d))
-    x = torch.randn(options.pairs, d)
-    y = x @ truth.mT + options.noise * torch.randn(options.pairs, d)
-    U, _, Wt = torch.linalg.svd(y.double().mT @ x.double())
-    procrustes = U @ Wt
-
-    V = draw_reflectors(d)
-    start = dense(V)
-    train(x, y, V.requires_grad_(), options.steps, console)
-    Q = dense(V.detach())
-
-    def norm(difference: Tensor) -> str:
-        return f"{torch.linalg.matrix_norm(difference.double()).item():.2e}"
-
-    errors = Table("Frobenius norm", "at the start", "trained", "closed form", title=f"Q: ({d}, {d}), float32")
-    errors.add_row("Q − truth", norm(start - truth), norm(Q - truth), norm(procrustes - truth))
-    errors.add_row("Q − closed form", norm(start - procrustes), norm(Q - procrustes), "")
-    errors.add_row("QᵀQ − I", *(norm(A.double().mT @ A.double() - torch.eye(d)) for A in (start, Q, procrustes)))
-
-    exactness = Table(
-        "", "value", "gradient of x", "gradient of V", title="difference from the definition, per largest entry"
+def network(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
     )
-    for dtype in (torch.float64, torch.float32):
-        exactness.add_row(str(dtype).removeprefix("torch."), *(f"{e:.1e}" for e in differences(x, V, dtype)))
 
-    speed = Table("32 rows, float32", "nn.Linear", "triangular", "full", title="milliseconds per training step")
-    for size in (64, 512):
-        times = milliseconds_per_step(size)
-        base = times["nn.Linear"]
-        speed.add_row(
-            f"d = {size}", f"{base:.3f}", *(f"{times[m]:.3f} ({times[m] / base:.1f}×)" for m in list(times)[1:])
+
+def split_digits() -> tuple[Digits, Digits]:
+    """Four fifths to train on and one fifth to test on, at random, of the 1797 images that scikit-learn ships."""
+    pixels, classes = load_digits(return_X_y=True)
+    images, labels = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(classes)
+    training, test = torch.randperm(len(labels)).tensor_split([len(labels) * 4 // 5])
+    return Digits(images[training], labels[training]), Digits(images[test], labels[test])
+
+
+def train_both(seed: int, width: int, epochs: int, after_epoch: Callable[[str], None]) -> Trained:
+    torch.manual_seed(seed)
+    training, test = split_digits()
+    plain = network(width)
+    svd = fasth.to_svd(plain)  # a copy, in which every Linear is a LinearSVD
+    difference = (plain(test.images) - svd(test.images)).abs().max().item()
+    spectra_at_start = spectra(svd)
+    seconds = train({"plain": plain, "SVD": svd}, training, epochs, after_epoch)
+    return Trained(plain, svd, training, test, difference, spectra_at_start, seconds)
+
+
+def train(
+    models: dict[str, nn.Module], data: Digits, epochs: int, after_epoch: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Trains all models on the same batches, and returns the seconds of each step."""
+    batches = len(data.labels) // BATCH
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    schedules: dict[str, torch.optim.lr_scheduler.LRScheduler] = {}
+    for name, model in models.items():
+        # On a LinearSVD weight decay should act on sigma only, which is decay of W; param_groups sees to that.
+        groups = fasth.param_groups(model, weight_decay=WEIGHT_DECAY)
+        optimizers[name] = torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, nesterov=True)
+        schedules[name] = torch.optim.lr_scheduler.OneCycleLR(
+            optimizers[name], LEARNING_RATE, total_steps=epochs * batches, cycle_momentum=False
         )
-    for table in (errors, exactness, speed):
-        console.print(table)
-    console.print(f"torch {torch.__version__}, threads: {torch.get_num_threads()}", style="dim")
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    losses: dict[str, float] = {}
+    order = list(models)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(data.labels))[: batches * BATCH].split(BATCH):
+            images, labels = data.images[batch], data.labels[batch]
+            order.reverse()  # to go second, with the batch in the cache, is no one's privilege
+            for name in order:
+                start = time.perf_counter()
+                losses[name] = training_step(models[name], optimizers[name], images, labels)
+                seconds[name].append(time.perf_counter() - start)
+                schedules[name].step()
+        after_epoch(", ".join(f"{name} {losses[name]:.4f}" for name in models))
+    return seconds
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def answers(model: nn.Module, images: Tensor) -> Tensor:
+    return model.eval()(images).argmax(-1)
+
+
+def accuracy(model: nn.Module, data: Digits) -> float:
+    """In percent."""
+    return 100 * (answers(model, data.images) == data.labels).double().mean().item()
+
+
+def agreement(run: Trained) -> float:
+    """To how many of the test images both give the same answer, in percent."""
+    return accuracy(run.svd, Digits(run.test.images, answers(run.plain, run.test.images)))
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def spectra(model: nn.Module) -> list[Tensor]:
+    """Each layer's singular values, descending: those of an SVD network are at hand, a plain one is decomposed."""
+    known = [layer.singular_values for layer in fasth.spectra(model).values()]
+    plain = [layer.weight.detach() for layer in model.modules() if isinstance(layer, nn.Linear)]
+    return known + [torch.linalg.svdvals(W) for W in plain]
+
+
+# Each from W = U Σ Vᵀ as its factors, and by torch.linalg from the dense W; B are columns to multiply by W⁻¹.
+Quantities = dict[str, tuple[Callable[[fasth.SVD, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]]
+OF_ANY_LAYER: Quantities = {
+    "spectral norm": (lambda svd, B: svd.norm(2), lambda W, B: torch.linalg.matrix_norm(W, 2)),
+    "condition number": (lambda svd, B: svd.cond(), lambda W, B: torch.linalg.cond(W)),
+}
+OF_SQUARE_LAYERS: Quantities = {
+    "log |determinant|": (lambda svd, B: svd.logabsdet(), lambda W, B: torch.linalg.slogdet(W).logabsdet),
+    f"inverse, {BATCH} columns": (lambda svd, B: svd.solve(B), lambda W, B: torch.linalg.solve(W, B)),
+}
+
+
+class Fact(NamedTuple):
+    """A quantity as the layer knows it, as torch.linalg computes it, and as torch.linalg computes it in float64."""
+
+    name: str
+    known: Tensor
+    computed: Tensor
+    exact: Tensor
+    seconds_known: float
+    seconds_computed: float
+
+    def error(self, found: Tensor) -> float:
+        return float(torch.dist(found.double(), self.exact) / self.exact.norm())
+
+
+@torch.no_grad()
+def facts(layer: fasth.LinearSVD, rounds: int = 20) -> list[Fact]:
+    W, exact_W = layer.weight, copy.deepcopy(layer).double().weight  # formed here, so not in torch.linalg's time
+    B = torch.randn(layer.out_features, BATCH)
+
+    def fact(name: str, of_svd: Callable[..., Tensor], of_dense: Callable[..., Tensor]) -> Fact:
+        def known() -> Tensor:
+            return of_svd(layer.svd, B)
+
+        def computed() -> Tensor:
+            return of_dense(W, B)
+
+        seconds = seconds_of_each(known, computed, rounds=rounds)
+        return Fact(name, known(), computed(), of_dense(exact_W, B.double()), *seconds)
+
+    quantities = OF_ANY_LAYER | (OF_SQUARE_LAYERS if layer.in_features == layer.out_features else {})
+    return [fact(name, *ways) for name, ways in quantities.items()]
+
+
+def seconds_of_each(*functions: Callable[[], object], rounds: int) -> list[float]:
+    """Of one call of each function. They take turns, so that a busy machine slows all alike."""
+    readings: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, own in zip(functions, readings, strict=True):
+            function()  # not timed: it finds the caches full of another one's data
+            start = time.perf_counter()
+            function()
+            own.append(time.perf_counter() - start)
+    return [undisturbed(own) for own in readings]
+
+
+def undisturbed(readings: Sequence[float]) -> float:
+    """The lower decile. On a busy machine the median of what lasts longer is also interrupted more often."""
+    return statistics.quantiles(readings, n=10, method="inclusive")[0]
+
+
+class Compressed(NamedTuple):
+    setting: str
+    parameters: float
+    accuracy: float
+
+
+def compressed(runs: Sequence[Trained], width: int) -> list[Compressed]:
+    """Cut down to the largest singular values, in various ways. Means over the runs."""
+    settings: list[dict[str, Any]] = [{"energy": 0.95}, {"energy": 0.9}, *({"rank": width // n} for n in (4, 8, 16))]
+    found = []
+    for setting in settings:
+        models = [fasth.compress(run.svd, **setting) for run in runs]  # layers become two thin ones, if that is less
+        ((name, value),) = setting.items()
+        size = statistics.mean(count_parameters(model) for model in models)
+        found.append(Compressed(f"{name}={value}", size, mean_accuracy(models, runs)))
+    return found
+
+
+def mean_accuracy(models: Sequence[nn.Module], runs: Sequence[Trained]) -> float:
+    return statistics.mean(accuracy(model, run.test) for model, run in zip(models, runs, strict=True))
+
+
+def side_by_side(runs: Sequence[Trained]) -> Table:
+    table = new_table(f"Both networks; seeds: {len(runs)}", "", "plain", "SVD")
+    models = [run.plain for run in runs], [run.svd for run in runs]
+    for data in ("test", "training"):
+        found = [[accuracy(m, getattr(run, data)) for m, run in zip(of, runs, strict=True)] for of in models]
+        table.add_row(f"{data} accuracy, %", *map(mean_and_range, found))
+    table.add_row("parameters", *(f"{count_parameters(of[0]):,}" for of in models))
+    steps = [[seconds for run in runs for seconds in run.seconds[name]] for name in ("plain", "SVD")]
+    plain, svd = map(undisturbed, steps)
+    table.add_row("training step, ms", f"{1e3 * plain:.2f}", f"{1e3 * svd:.2f} ({svd / plain:.2f} × plain)")
+    inference = inference_seconds(runs[0])
+    table.add_row(f"inference of {BATCH} images, ms", *(f"{1e3 * seconds:.3f}" for seconds in inference))
+    table.add_row("outputs differ at the start by", "", f"{max(run.difference_at_start for run in runs):.0e}")
+    table.add_row("same answers after training, %", "", mean_and_range([agreement(run) for run in runs]))
+    return table
+
+
+@torch.no_grad()
+def inference_seconds(run: Trained) -> list[float]:
+    plain, svd, images = run.plain.eval(), run.svd.eval(), run.test.images[:BATCH]
+    return seconds_of_each(lambda: plain(images), lambda: svd(images), rounds=200)
+
+
+def known_for_free(svd: nn.Module) -> Table:
+    columns = "layer", "quantity", "value", "SVD\nerror", "linalg\nerror", "SVD\nms", "linalg\nms", "times\nfaster"
+    table = new_table("What each trained layer knows, and torch.linalg computes", *columns)
+    table.caption = (
+        "Relative errors, against torch.linalg in float64. In float32 it starts from\n"
+        "a dense weight that is rounded; forming that is not in its time."
+    )
+    for layer in svd.modules():
+        if isinstance(layer, fasth.LinearSVD):
+            for i, fact in enumerate(facts(layer)):
+                table.add_row(
+                    "" if i else f"{layer.in_features}→{layer.out_features}",
+                    fact.name,
+                    "" if fact.known.ndim else f"{fact.known:.5g}",
+                    *(f"{fact.error(found):.0e}" for found in (fact.known, fact.computed)),
+                    *(f"{1e3 * seconds:.3f}" for seconds in (fact.seconds_known, fact.seconds_computed)),
+                    f"{fact.seconds_computed / fact.seconds_known:.1f}",
+                )
+    return table
+
+
+def made_smaller(runs: Sequence[Trained], width: int) -> Table:
+    table = new_table(
+        "The SVD network compressed, not trained any further", "", "parameters", "of plain, %", "test accuracy, %"
+    )
+    plain = count_parameters(runs[0].plain)
+    whole = Compressed("as trained", count_parameters(runs[0].svd), mean_accuracy([r.svd for r in runs], runs))
+    for setting, parameters, found in (whole, *compressed(runs, width)):
+        table.add_row(setting, f"{parameters:,.0f}", f"{100 * parameters / plain:.0f}", f"{found:.1f}")
+    return table
+
+
+def new_table(title: str, *columns: str) -> Table:
+    table = Table(title=f"\n{title}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("", "layer", "quantity") else "right", no_wrap=True)
+    return table
+
+
+def mean_and_range(values: Sequence[float]) -> str:
+    spread = f" ({min(values):.1f}–{max(values):.1f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
+
+
+def draw(run: Trained, path: Path) -> None:
+    """The singular values of each layer, before training and after it, in both networks."""
+    curves: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
+        "both networks before training": (run.spectra_at_start, {"color": "0.55", "linestyle": ":"}),
+        "plain, trained": (spectra(run.plain), {"color": "#D55E00", "linestyle": "--"}),
+        "SVD, trained": (spectra(run.svd), {"color": "#0072B2"}),
+    }
+    sizes = [(layer.in_features, layer.out_features) for layer in run.plain.modules() if isinstance(layer, nn.Linear)]
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, len(sizes), sharey=True)
+    for i, (panel, (inputs, outputs)) in enumerate(zip(panels, sizes, strict=True)):
+        for label, (found, style) in curves.items():
+            panel.plot(range(1, len(found[i]) + 1), found[i], label=label, linewidth=2, **style)
+        panel.set(title=f"layer {i + 1}: {inputs} → {outputs}", xlabel="index, largest first", ylim=(0, None))
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("singular value σ")
+    figure.suptitle("Singular values of a digit classifier's layers")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(curves), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def train_all(seeds: int, width: int, epochs: int, console: Console) -> list[Trained]:
+    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("epochs, {task.description}")
+    # Redrawn after each epoch and not by a thread of its own, which would run in the middle of a step that is timed.
+    with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=seeds * epochs)
+
+        def after_epoch(losses: str) -> None:
+            progress.update(task, advance=1, description=f"loss {losses}", refresh=True)
+
+        return [train_both(seed, width, epochs, after_epoch) for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few seconds")
+    for name, (_, default, quick) in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default {default}, with --quick {quick}")
+    parser.add_argument(
+        "--picture", type=Path, default=PICTURE, help="where it is written; default build/demo/spectra.png"
+    )
+    options = parser.parse_args(arguments)
+    sizes = {}
+    for name, (least, default, quick) in SIZES.items():
+        given = getattr(options, name)
+        sizes[name] = given if given is not None else quick if options.quick else default
+        if sizes[name] < least:
+            parser.error(f"--{name} should be at least {least}; got {sizes[name]}")
+
+    console = Console()
+    runs = train_all(**sizes, console=console)
+    console.print(side_by_side(runs), known_for_free(runs[0].svd), made_smaller(runs, sizes["width"]))
+    draw(runs[0], options.picture)
+    console.print(f"\nA picture of the singular values: {options.picture}", soft_wrap=True)
+    machine = f"torch {torch.__version__}, compiled core: {describe()['core']}, threads: {torch.get_num_threads()}"
+    console.print(f"{machine}\nTimes are lower deciles, taken in turns.", style="dim")
 
 
 if __name__ == "__main__":
