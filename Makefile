@@ -13,13 +13,13 @@ SANITIZED := build/sanitize
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test lint format bench readme phases sanitize clean
+.PHONY: help demo test lint format bench reproduce readme phases sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(VENV)/.stamp ## train an orthogonal matrix and show its error and its speed
+demo: $(VENV)/.stamp ## train a digit classifier plain and with SVDs, and compare; ARGS=--quick
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.stamp ## run all tests; ARGS="-k name" picks some
@@ -36,6 +36,9 @@ format: $(VENV)/.stamp ## rewrite the Python files in the project's format
 
 bench: $(VENV)/.peers ## time every method, after verifying its answer
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+reproduce: $(VENV)/.peers ## run the paper's experiments; ARGS=--full for its own grid
+	$(BIN)/fasth reproduce --out benchmarks/reproduction $(ARGS)
 
 readme: $(VENV)/.stamp ## put the last benchmark's tables into README.md; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)

@@ -3,96 +3,85 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from fasth.reproduce.methods import FULL, LINEAR, TRIANGULAR
+from fasth.reproduce.layers import NN_LINEAR, NN_RNN
+from fasth.reproduce.methods import COMPACT, LINEAR
+from fasth.reproduce.operations import OPERATIONS
+from fasth.reproduce.tables import Table, by, geometric_mean, machine, number, ratio, select, time_of, unique
+from fasth.reproduce.tasks import Record
 
-Record = dict[str, Any]  # one method at one size, as bench.py writes it
+__all__ = ["Table", "machine", "tables"]
 
 BASE, GROWN = 1024, 4096  # the multiple should not grow from one to the other; the second is in no mean
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
 def tables(results: dict[str, Any]) -> list[Table]:
-    def select(table: str, what: str) -> list[Record]:
-        return [record for record in results["records"] if (record["table"], record["what"]) == (table, what)]
+    def sized(title: str, experiment: str, what: str, yardstick: str = LINEAR.name) -> Table:
+        return _by_size(title, select(results, experiment, what=what), yardstick)
 
+    of_linear, of_rnn = "LinearSVD as multiples of nn.Linear", "RNNSVD as multiples of nn.RNN"
     made = [
-        _by_size("Training step, 32 rows, fasth as multiples of F.linear", select("layer", "step")),
-        _by_size("Forward without gradients, 32 rows, fasth as multiples of F.linear", select("layer", "forward")),
-        _by_size("Training step, 8·d rows, fasth as multiples of F.linear", select("rows", "step")),
-        *_by_method(select("peers", "step")),
+        sized(f"Training step, 32 rows, {of_linear}", "linear", "step", NN_LINEAR.name),
+        sized(f"Inference in eval mode, 32 rows, {of_linear}", "linear", "forward", NN_LINEAR.name),
+        sized(f"Training step, 100 time steps, 32 sequences, {of_rnn}", "rnn", "step", NN_RNN.name),
+        sized(f"Inference in eval mode, 100 time steps, 32 sequences, {of_rnn}", "rnn", "forward", NN_RNN.name),
+        _operations(results),
+        sized("Training step, 32 rows, one orthogonal matrix as multiples of F.linear", "layer", "step"),
+        sized("Forward without gradients, 32 rows, one orthogonal matrix as multiples of F.linear", "layer", "forward"),
+        sized("Training step, 8·d rows, one orthogonal matrix as multiples of F.linear", "rows", "step"),
+        *_by_method(select(results, "peers", what="step")),
     ]
     return [table for table in made if table.rows]
 
 
-def machine(results: dict[str, Any]) -> str:
-    """Where and with what the numbers were measured."""
-    of = results["environment"]
-    instructions = f" ({', '.join(of['instructions'])})" if of["instructions"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
-    return (
-        f"{of['cpu']}{instructions}, {of['cores']} cores, {of['threads']} threads; {results['dtype']}; {versions}; "
-        f"{of['date'][:10]}"
-    )
-
-
-def _by_size(title: str, records: list[Record]) -> Table:
-    """A row for each d: the time of F.linear, and ours as multiples of it."""
-    ours = [TRIANGULAR.name, FULL.name]
-    of = {(record["name"], record["d"]): record for record in records}
+def _by_size(title: str, records: list[Record], yardstick: str) -> Table:
+    """A row for each d: the time of the yardstick, and the others as multiples of it."""
+    ours = [name for name in unique(records, "name") if name != yardstick]
+    of = by(records, "name", "d")
     sizes = sorted({d for _, d in of})
-    multiples = {(name, d): _ratio(of[name, d], of[LINEAR.name, d]) for name in ours for d in sizes}
-    rows = [[str(d), _time(of[LINEAR.name, d]), *(_number(multiples[name, d]) for name in ours)] for d in sizes]
+    multiples = {(name, d): ratio(of[name, d], of[yardstick, d], "median") for name in ours for d in sizes}
+    rows = [
+        [str(d), time_of(of[yardstick, d], "median"), *(number(multiples[name, d]) for name in ours)] for d in sizes
+    ]
     in_mean = [d for d in sizes if d != GROWN]
     if len(in_mean) > 1:
-        means = [_geometric_mean([multiples[name, d] for d in in_mean]) for name in ours]
-        rows.append([f"geometric mean to {in_mean[-1]}", "", *map(_number, means)])
+        means = [geometric_mean([multiples[name, d] for d in in_mean]) for name in ours]
+        rows.append([f"geometric mean to {in_mean[-1]}", "", *map(number, means)])
     if {BASE, GROWN} <= set(sizes):
         growth = [multiples[name, GROWN] / multiples[name, BASE] for name in ours]
-        rows.append([f"{GROWN} relative to {BASE}", "", *map(_number, growth)])
-    return Table(title, ["d", LINEAR.name, *ours], rows)
+        rows.append([f"{GROWN} relative to {BASE}", "", *map(number, growth)])
+    return Table(title, ["d", yardstick, *ours], rows)
+
+
+def _operations(results: dict[str, Any]) -> Table:
+    """A row for each d: how many times faster than its standard method each operation is."""
+    of = {o.standard_name: by(select(results, o.name.split()[0].lower()), "name", "d") for o in OPERATIONS}
+    of = {name: records for name, records in of.items() if records}
+    sizes = sorted({d for records in of.values() for _, d in records})
+    rows = [
+        [
+            str(d),
+            *(
+                number(ratio(records.get((name, d)), records.get(("fasth", d)), "median"))
+                for name, records in of.items()
+            ),
+        ]
+        for d in sizes
+    ]
+    title = "Operation, forward pass and all gradients, 32 rows: fasth.SVD and Symmetric, times faster than"
+    return Table(title, ["d", *of], rows)
 
 
 def _by_method(records: list[Record]) -> Iterator[Table]:
     """For each d a table with a row for each method, the fastest first."""
     for d in sorted({record["d"] for record in records}):
         of = {record["name"]: record for record in records if record["d"] == d}
+        yardsticks = [of.get(method.name) for method in (LINEAR, COMPACT)]
         rows = [
-            [name, _time(record), *(_number(_ratio(record, of[other.name])) for other in (LINEAR, TRIANGULAR))]
+            [name, time_of(record, "median"), *(number(ratio(record, yardstick, "median")) for yardstick in yardsticks)]
             for name, record in sorted(of.items(), key=lambda item: item[1]["median"] or math.inf)
         ]
         title = f"Training step, 32 rows, d = {d}"
-        yield Table(title, ["method", "time", f"× {LINEAR.name}", f"× {TRIANGULAR.name}"], rows)
-
-
-def _ratio(record: Record, yardstick: Record) -> float:
-    """The ratio of medians; nan where a method has none."""
-    return (record["median"] or math.nan) / (yardstick["median"] or math.nan)
-
-
-def _geometric_mean(numbers: list[float]) -> float:
-    return math.nan if any(map(math.isnan, numbers)) else statistics.geometric_mean(numbers)
-
-
-def _number(number: float) -> str:
-    if math.isnan(number):
-        return "–"
-    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:.0f}"
-
-
-def _time(record: Record) -> str:
-    """In milliseconds; or why there is no time."""
-    if record["median"] is None:
-        return record["status"]
-    mark = " (stopped)" if record["status"] == "stopped" else ""
-    return f"{record['median'] * 1e3:.3g} ms{mark}"
+        yield Table(title, ["method", "time", f"× {LINEAR.name}", f"× {COMPACT.name}"], rows)

@@ -302,10 +302,8 @@ template <class T> class Member {
                 T *const g = own.rows[0] + q * p.m * W;
                 if (dV.data) {
                     const T *const after = state ? state + (q - first) * p.m * W : own.rows[1] + q * p.m * W;
-                    if (q + 1 < columns.panels) {
-                        if (state) prefetch<false>(after + p.m * W, p.m, W, W);
-                        if (dV.column_stride == 1 && !streams(dV)) prefetch_columns<true>(dV, at.block, q + 1);
-                    }
+                    if (state && q + 1 < columns.panels) prefetch<false>(after + p.m * W, p.m, W, W);
+                    if (!streams(dV)) prefetch_panel<true>(dV, at.block, q + 1);
                     gradient_of_panel(at, q, from, to, Z, R, g, after, dV);
                     if (sets == 2) {
                         FASTH_PHASE(update);
@@ -410,7 +408,7 @@ template <class T> class Member {
         if (scales) std::copy(scales + block * p.k, scales + block * p.k + kb, at.scale);
         const bool scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
         for_panels(block, [&](Index q, Index from, Index to) {
-            if (V.column_stride == 1 && q + 1 < columns.panels) prefetch_columns<false>(V, block, q + 1);
+            prefetch_panel<false>(V, block, q + 1);
             pack(at, q, from, to);
             if (scaled) rescale(at, q, from, to);
             if (gram) add_gram(at, q, from, to, sum);
@@ -437,9 +435,17 @@ template <class T> class Member {
                                     {sum + j * kp + j, kp}, {sum + j * kp + j, kp});
     }
 
-    template <bool to_write, class U> void prefetch_columns(const Strided<U> &of, Index block, Index q) const {
-        for (Index half = 0; half < columns.to(q) / H; ++half)
-            prefetch<to_write>(&of(block * p.k, columns.column(q, half)), p.size_of(block), of.row_stride, H);
+    // Asks for the block's entries in a panel ahead of their use.
+    template <bool to_write, class U> void prefetch_panel(const Strided<U> &of, Index block, Index q) const {
+        if (q >= columns.panels || (of.column_stride != 1 && of.row_stride != 1)) return;
+        const Index kb = p.size_of(block);
+        for (Index half = 0; half < columns.to(q) / H; ++half) {
+            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
+            if (of.column_stride == 1)
+                prefetch<to_write>(&of(block * p.k, column), kb, of.row_stride, width);
+            else
+                prefetch<to_write>(&of(block * p.k, column), width, of.column_stride, kb);
+        }
     }
 
     // Within these bounds no product of lengths and their inverses leaves the range of float32. NaN is not within.
@@ -631,9 +637,15 @@ template <class T> class Member {
         if (dV.row_stride == 1 && dV.column_stride != 1) {
             for (Index j = at.rows; j < kp; ++j) std::fill(dY + j * W, dY + j * W + H, T(0));
             transpose<T>(kp, H, {dY, W}, {spare, kp});
-            for (Index c = 0; c < at.width; ++c)
-                if (const Index count = at.compact ? at.stop(c) : at.rows)
+            const bool streamed = streams(dV) && at.whole(H) && at.rows % packet_size<T> == 0;
+            for (Index c = 0; c < at.width; ++c) {
+                const Index count = at.compact ? at.stop(c) : at.rows;
+                if (streamed)
+                    for (Index j = 0; j < count; j += packet_size<T>)
+                        stream(&dV(at.row + j, at.column + c), Eigen::internal::ploadu<Packet<T>>(spare + c * kp + j));
+                else if (count)
                     std::memcpy(&dV(at.row, at.column + c), spare + c * kp, sizeof(T) * count);
+            }
         } else if (dV.column_stride == 1 && at.width == H && !at.compact) {
             copy<T>(at.rows, H, {dY, W}, {&dV(at.row, at.column), dV.row_stride});
         } else {
@@ -647,18 +659,21 @@ template <class T> class Member {
         }
     }
 
-    // Whether the gradient of V is so large that it would leave the caches before anybody reads it.
+    // Whether the gradient of V is so large that it would leave the caches before anybody reads it, and lies such that
+    // whole packets of a panel, or of a block where it is stored by columns, can be written past them.
     bool streams(const Strided<T> &dV) const {
-        constexpr Index line = 64;
-        return p.r * p.d * Index(sizeof(T)) >= (Index(4) << 20) && dV.column_stride == 1 && p.d % H == 0 &&
-               dV.row_stride * Index(sizeof(T)) % line == 0 && reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
+        constexpr Index line = 64, size = sizeof(T);
+        const bool by_rows = dV.column_stride == 1 && p.d % H == 0 && dV.row_stride * size % line == 0;
+        const bool by_columns = dV.row_stride == 1 && p.k * size % line == 0 && dV.column_stride * size % line == 0;
+        return p.r * p.d * size >= (Index(4) << 20) && (by_rows || by_columns) &&
+               reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 
     // Zeros in dV: rows `from` to `to`, columns before `end`; the members share the rows.
     void clear(Strided<T> dV, Index from, Index to, Index end) const {
         FASTH_PHASE(clear);
         for (Index i = from + team.rank; i < to; i += team.size) {
-            if (streams(dV))
+            if (dV.column_stride == 1 && streams(dV))
                 for (Index c = 0; c < end; c += packet_size<T>) stream(&dV(i, c), Eigen::internal::pset1<Packet<T>>(T(0)));
             else if (dV.column_stride == 1)
                 std::memset(&dV(i, 0), 0, sizeof(T) * std::size_t(end));

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -12,6 +15,11 @@ from fasth.reflections import native
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+# What was tuned on this machine should not decide what is tested.
+os.environ["FASTH_CACHE_DIR"] = tempfile.mkdtemp(prefix="fasth-tests-")
+atexit.register(shutil.rmtree, os.environ["FASTH_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fasth.reproduce import results
+from fasth import files
+from fasth.cli import main
 from fasth.reproduce.methods import LINEAR
 
 pytest.importorskip("rich", reason="rich is not installed; it comes with fasth[reproduce]")
@@ -41,7 +42,16 @@ def test_prints_tables_and_writes_every_reading(commands, monkeypatch, tmp_path,
     out = tmp_path / "new" / "results.json"
     assert run(bench, monkeypatch, "--quick", "--sizes", 4, 6, "--threads", 1, "--out", out) == 0
     printed = capsys.readouterr().out
-    for words in ("Training step, 32 rows", "Forward without gradients", "8·d rows", "geometric mean", "FastH++"):
+    tables = (
+        "LinearSVD",
+        "RNNSVD",
+        "torch.inverse",
+        "Forward without gradients",
+        "8·d rows",
+        "geometric mean",
+        "FastH++",
+    )
+    for words in tables:
         assert words in printed
     found = json.loads(out.read_text())
     assert found["environment"]["threads"] == 1
@@ -56,8 +66,8 @@ def test_a_wrong_answer_has_no_figures_and_fails(commands, monkeypatch, tmp_path
         bench.FULL,
         build=lambda *a: replace(LINEAR.build(*a), name=bench.FULL.name, function=lambda x, W: x @ W),
     )
-    layer = replace(bench.EXPERIMENTS[0], methods=[LINEAR, bench.TRIANGULAR, wrong], sizes=[4, 6], rounds=2)
-    monkeypatch.setattr(bench, "EXPERIMENTS", [layer])
+    layer = replace(bench.BENCHES[0], methods=[LINEAR, bench.TRIANGULAR, wrong], sizes=[4, 6], rounds=2)
+    monkeypatch.setattr(bench, "BENCHES", [layer])
     out = tmp_path / "results.json"
     assert run(bench, monkeypatch, "--out", out) == 1
     captured = capsys.readouterr()
@@ -79,7 +89,7 @@ def test_growth_is_shown_and_its_size_is_in_no_mean(commands):
     bench, _ = commands
     medians = {64: (1.0, 2.0, 4.0), 1024: (1.0, 8.0, 1.0), 4096: (2.0, 8.0, 3.0)}
     records = [
-        {"table": "layer", "what": "step", "status": "ok", "d": d, "name": method.name, "median": median}
+        {"experiment": "layer", "what": "step", "status": "ok", "d": d, "name": method.name, "median": median}
         for d, of in medians.items()
         for method, median in zip((bench.LINEAR, bench.TRIANGULAR, bench.FULL), of, strict=True)
     ]
@@ -93,14 +103,15 @@ def test_the_readme_is_filled_from_the_file_and_checked(commands, monkeypatch, t
     measured, page = tmp_path / "results.json", tmp_path / "README.md"
     run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured)
     page.write_text("above\n<!-- bench:start -->\nformer\n<!-- bench:end -->\nbelow\n")
-    where = ("--results", measured, "--readme", page)
+    where = ("--results", measured, "--readme", page, "--reproduction", tmp_path / "none")
     assert run(readme, monkeypatch, "--check", *where) == 1
     assert "former" in page.read_text()
     assert run(readme, monkeypatch, *where) == 0
     text = page.read_text()
     assert text.startswith("above\n<!-- bench:start -->\n**Training step")
     assert text.endswith("<!-- bench:end -->\nbelow\n")
-    assert "| d | F.linear | fasth, triangular | fasth, full |\n| --- | ---: | ---: | ---: |\n| 4 | " in text
+    columns = "| d | F.linear | fasth, compact | fasth, triangular | fasth, full |"
+    assert f"{columns}\n| --- | ---: | ---: | ---: | ---: |\n| 4 | " in text
     assert f"torch {torch.__version__}" in text and "former" not in text
     assert run(readme, monkeypatch, "--check", *where) == 0
     page.write_text("no place for tables\n")
@@ -110,9 +121,9 @@ def test_the_readme_is_filled_from_the_file_and_checked(commands, monkeypatch, t
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    results.write(path, "old")
+    files.write(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        results.write(path, "new" + "\ud800")
+        files.write(path, "new" + "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -120,3 +131,18 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 def test_the_library_does_not_import_the_experiments():
     code = "import fasth, sys; sys.exit(any(name.startswith('fasth.reproduce') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_readme_shows_the_reproduction(commands, monkeypatch, tmp_path):
+    bench, readme = commands
+    measured, page, folder = tmp_path / "results.json", tmp_path / "README.md", tmp_path / "a" / "folder"
+    run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured)
+    grid = ["--only", "step", "--sizes", "4", "--repetitions", "1", "--threads", "1"]
+    assert main(["reproduce", *grid, "--out", str(folder)]) == 0
+    marks = [f"<!-- {name}:{end} -->" for name in ("bench", "reproduce") for end in ("start", "end")]
+    page.write_text("\n".join(marks))
+    assert run(readme, monkeypatch, "--results", measured, "--readme", page, "--reproduction", folder) == 0
+    text = page.read_text()
+    assert "| faster than the sequential algorithm, at most | 27.1 | " in text
+    assert "![figure-3a](a/folder/figure-3a.png)" in text and "figure-4" not in text
+    assert "[a/folder](a/folder/report.html)" in text

@@ -7,6 +7,7 @@ from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, 
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
 from fasth.reflections import householder
+from fasth.tuner import tune
 from fasth.watch import spectra
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "spectrum",
     "to_dense",
     "to_svd",
+    "tune",
 ]
 
 __version__ = "0.1.0"

@@ -6,10 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
+
+import torch
 
 import fasth
 from fasth.environment import describe
+from fasth.reflections import tuned
+from fasth.reproduce import options as reproduce_options
+from fasth.tuner import tune
+
+_SIZES = [64, 128, 256, 512, 768, 1024]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,16 +33,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--json", action="store_true", help="for a program to read")
     info.set_defaults(run=_info)
 
+    tune = commands.add_parser("tune", help="find the best block sizes for this machine, and remember them")
+    tune.add_argument("d", nargs="*", type=int, help=f"sizes; default: {' '.join(map(str, _SIZES))}", default=_SIZES)
+    tune.add_argument("--rows", type=int, default=32, help="default: %(default)s")
+    tune.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="default: %(default)s")
+    tune.add_argument("--device", default="cpu", help="default: %(default)s")
+    tune.set_defaults(run=_tune)
+
+    reproduce = commands.add_parser("reproduce", help="the paper's experiments on this machine, with figures")
+    reproduce_options.add(reproduce)
+
     options = parser.parse_args(arguments)
     return options.run(options) or 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    print("   d  block size  (default)  time of a step  (default)  Q is formed from  (default)")
+    for d in options.d:
+        try:
+            found = tune(d, options.rows, dtype=getattr(torch, options.dtype), device=options.device)
+        except (ValueError, RuntimeError, AssertionError) as error:  # torch has its own for every device it lacks
+            return _refuse(str(error).splitlines()[0])
+        entry = found.entry
+        print(
+            f"{d:4}  {entry.block_size:10}  {found.default_block_size:9}  {found.seconds * 1e3:11.3f} ms"
+            f"  {found.default_seconds * 1e3:6.3f} ms  {entry.crossover:11} rows  {found.default_crossover:9}",
+            flush=True,
+        )
+    print(f"Kept in {tuned.path()}")
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"fasth: {reason}", file=sys.stderr)
+    return 2
 
 
 def _info(options: argparse.Namespace) -> int:
     try:
         found = describe()
     except (ImportError, ValueError) as error:  # a core that does not load, or FASTH_ISA names one that is not here
-        print(f"fasth: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
+    found["tuning"] = {"file": str(tuned.path()), "entries": [asdict(entry) for entry in tuned.table().values()]}
     if options.json:
         print(json.dumps(found, indent=2))
     else:
@@ -55,7 +95,17 @@ def _lines(found: dict[str, Any]) -> dict[str, Any]:
         "CPU": f"{found['cpu']}, {found['cores']} cores",
         "system": found["system"],
         **found["settings"],
+        "tuning": found["tuning"]["file"] if found["tuning"]["entries"] else "none yet: `fasth tune` finds it",
+        **{f"  d = {e['d']}, {e['dtype']}, {_where(e)}": _choices(e) for e in found["tuning"]["entries"]},
     }
+
+
+def _where(entry: dict[str, Any]) -> str:
+    return f"{entry['threads']} threads" if entry["device"] == "cpu" else entry["device"]
+
+
+def _choices(entry: dict[str, Any]) -> str:
+    return f"blocks of {entry['block_size']}, Q formed from {entry['crossover']} rows"
 
 
 def _path(core: str) -> str:

@@ -1,28 +1,69 @@
-"""Choices that change the speed and not the result: how many reflections make a block, and whether to form Q."""
+"""Choices that change the speed and not the result: how many reflections make a block, and whether to form Q.
+
+What ``fasth.tune`` found on this machine decides, where it was asked, and a rule elsewhere. A compiled graph should not
+depend on a file or on the number of rows: under ``torch.compile`` it is always the rule.
+"""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+from torch import Tensor
+
+from fasth.reflections import tuned
 
 
-@functools.cache
-def default_block_size(r: int) -> int:
+def default_block_size(r: int, like: Tensor | None = None) -> int:
+    """The block size for r reflections.
+
+    Args:
+        like: a tensor with the device and dtype of the work; float32 on the CPU if left out.
+    """
+    if torch.compiler.is_compiling():
+        return block_size_by_rule(r)
+    found = _tuned(r, like)
+    return _remembered_rule(r) if found is None else found.block_size
+
+
+def block_size_by_rule(r: int) -> int:
     """Wide enough for products to pay, and even: 33 reflections are 17 + 16, not 32 + 1."""
-    widest = 32 if r <= 1024 else 64
+    return even_block_size(r, 32 if r <= 1024 else 64)
+
+
+_remembered_rule = functools.cache(block_size_by_rule)  # for eager calls: torch.compile warns of a cache
+
+
+def even_block_size(r: int, widest: int) -> int:
+    """The size of blocks that share r reflections evenly, none wider than ``widest``."""
     blocks = max(1, -(-r // widest))
     return max(1, -(-r // blocks))
 
 
-def materialising_pays(rows: int, r: int, d: int, triangular: bool) -> bool:
-    """Whether forming Q and multiplying by it costs less than applying the reflections to so many rows.
+def materialising_pays(rows: int, r: int, d: int, triangular: bool, like: Tensor | None = None) -> bool:
+    """Whether forming Q and multiplying by it costs less than applying the reflections to so many rows."""
+    if torch.compiler.is_compiling() or rows <= d:
+        return False  # a compiled graph should not depend on the number of rows
+    found = _tuned(d, like) if r == d else None
+    if found is None:
+        return rows > crossover_by_rule(r, d, triangular)
+    return rows >= (found.crossover if triangular else found.crossover_full)
+
+
+def crossover_by_rule(r: int, d: int, triangular: bool) -> float:
+    """The number of rows above which forming Q pays.
 
     In units of d² operations per row, a training step by a formed Q takes 6. Applying r reflections takes 12 r/d, half
     of that if triangular, in products that were measured to run at 40 % of the speed. Forming Q is applying them to d
     rows, at half as much again, since the states of so many rows are not kept. With r = d it pays from 2 d rows or so.
     """
-    if torch.compiler.is_compiling() or rows <= d:
-        return False  # a compiled graph should not depend on the number of rows
     apply = (6 if triangular else 12) * r / d / 0.4
-    return rows * (apply - 6) > 1.5 * apply * d
+    return 1.5 * apply * d / (apply - 6) if apply > 6 else float("inf")
+
+
+def _tuned(d: int, like: Tensor | None) -> tuned.Entry | None:
+    table = tuned.table()
+    if not table:
+        return None
+    device, dtype = ("cpu", "float32") if like is None else (like.device.type, str(like.dtype).removeprefix("torch."))
+    return table.get((device, torch.get_num_threads(), dtype, d))

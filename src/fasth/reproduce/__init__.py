@@ -4,6 +4,17 @@ Nothing in the library imports this package. The order of its files:
 
     baselines.py   the algorithms that the paper compares, each a function of x and V
     methods.py     every method in one form: the baselines, fasth's own, the other libraries
+    operations.py  the four matrix operations of the paper's Table 1, as methods
+    layers.py      layers of this library beside those of torch.nn, as methods
     timing.py      the one place that verifies and times a method
-    results.py     files, written whole or not at all
+    memory.py      the most memory that a step takes
+    counts.py      what a step would ask of a GPU, counted on the meta device
+    tasks.py       what an experiment consists of, and its records
+    experiments.py the paper's experiments and ours, as data
+    runner.py      runs them, writes down each task before the next, goes on from what is there
+    tables.py      records as tables
+    figures.py     records as figures
+    report.py      the page with all of it
+    options.py     the options of ``fasth reproduce``
+    command.py     ``fasth reproduce``
 """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fasth
-from fasth.reflections import definition
+from fasth.reflections import definition, householder_compact
 from fasth.reproduce import baselines
 
 Function = Callable[..., Tensor]  # of x: (rows, d) and the method's parameters
@@ -115,31 +115,43 @@ def triangular(N: Tensor) -> Tensor:
     return N.triu(1) / (first + first.sign() * N.norm(dim=-1)).unsqueeze(-1) + torch.eye(len(N))
 
 
+def compact(N: Tensor) -> Tensor:
+    """The same without the diagonal of ones."""
+    return triangular(N).triu(1)
+
+
+def unit(V: Tensor) -> Tensor:
+    """Compact reflectors with the ones on the diagonal that they leave out."""
+    return V.triu(1) + torch.eye(len(V), dtype=V.dtype, device=V.device)
+
+
 def rotation(N: Tensor) -> Tensor:
     """For a skew A: angles of up to about two radians, neither near the identity nor several turns around."""
     return N / math.sqrt(len(N))
 
 
-def _of(
+def of(
     name: str,
     function: Function,
-    parameter: Callable[[Tensor], Tensor],
+    parameters: Callable[[Tensor], Tensor | tuple[Tensor, ...]],
     obvious: Function,
     *,
     requires: str | None = None,
     slack: float = 1.0,
 ) -> Method:
-    """A method that is a function of x and one parameter (d, d)."""
+    """A method that is a function of x and of what ``parameters`` makes of a Gaussian matrix: (d, d)."""
 
     def build(d: int, rows: int, dtype: torch.dtype, device: str, generator: torch.Generator) -> Case:
         x, gradient, N = _draw(d, rows, generator)
-        tensors = tuple(t.to(device, dtype, copy=True).requires_grad_() for t in (x, parameter(N)))
+        made = parameters(N)
+        inputs = (x, made) if isinstance(made, Tensor) else (x, *made)
+        tensors = tuple(t.to(device, dtype, copy=True).requires_grad_() for t in inputs)
         return Case(name, tensors, gradient.to(device, dtype), function, obvious, slack)
 
     return Method(name, build, requires)
 
 
-def _module(
+def of_module(
     name: str,
     make: Callable[[int, Tensor], tuple[nn.Module, Function]],
     *,
@@ -249,39 +261,46 @@ def _triangular(function: Function) -> Function:
     return lambda x, V: function(x, V, triangular=True)
 
 
-LINEAR = _of("F.linear", F.linear, full, lambda x, W: x @ W.mT)
-TRIANGULAR = _of("fasth, triangular", _triangular(fasth.householder), triangular, _triangular(product))
-FULL = _of("fasth, full", fasth.householder, full, product)
+def compact_product(x: Tensor, V: Tensor) -> Tensor:
+    return product(x, unit(V), triangular=True)
+
+
+triangular_product = _triangular(product)
+
+LINEAR = of("F.linear", F.linear, full, lambda x, W: x @ W.mT)
+COMPACT = of("fasth, compact", householder_compact, compact, compact_product)
+TRIANGULAR = of("fasth, triangular", _triangular(fasth.householder), triangular, triangular_product)
+FULL = of("fasth, full", fasth.householder, full, product)
 
 BASELINES = [
-    _of("sequential", baselines.sequential, full, product),
-    _of("parallel", baselines.parallel, full, product),
-    _of("FastH", baselines.fasth, full, product),
-    _of("FastH++", baselines.fasthpp, full, product),
-    _of(
+    of("sequential", baselines.sequential, full, product),
+    of("parallel", baselines.parallel, full, product),
+    of("FastH", baselines.fasth, full, product),
+    of("FastH++", baselines.fasthpp, full, product),
+    of(
         "exponential",
         baselines.exponential,
         rotation,
         lambda x, V: F.linear(x, exponential(baselines.skew(V))),
         slack=EXPONENTIAL_SLACK,
     ),
-    _of("Cayley", baselines.cayley, rotation, lambda x, V: F.linear(x, cayley(baselines.skew(V)))),
+    of("Cayley", baselines.cayley, rotation, lambda x, V: F.linear(x, cayley(baselines.skew(V)))),
 ]
 
 PEERS = [
-    _module("torch matrix_exp", _torch("matrix_exp"), slack=EXPONENTIAL_SLACK),
-    _module("torch cayley", _torch("cayley")),
-    _module("torch householder", _torch("householder")),
-    _module("geotorch", _geotorch, requires="geotorch", slack=EXPONENTIAL_SLACK),
-    _of(
+    of_module("torch matrix_exp", _torch("matrix_exp"), slack=EXPONENTIAL_SLACK),
+    of_module("torch cayley", _torch("cayley")),
+    of_module("torch householder", _torch("householder")),
+    of_module("geotorch", _geotorch, requires="geotorch", slack=EXPONENTIAL_SLACK),
+    of(
         "torch-householder",
         _torch_householder,
         lambda N: triangular(N).mT,
         lambda x, columns: product(x, columns.mT),
         requires="torch_householder",
     ),
-    _module("nflows HouseholderSequence", _nflows_sequence, requires="nflows"),
-    _module("nflows SVDLinear", _nflows_svd, requires="nflows"),
+    of_module("nflows HouseholderSequence", _nflows_sequence, requires="nflows"),
+    of_module("nflows SVDLinear", _nflows_svd, requires="nflows"),
 ]
 
-METHODS = {method.name: method for method in (LINEAR, TRIANGULAR, FULL, *BASELINES, *PEERS)}
+METHODS = {method.name: method for method in (LINEAR, COMPACT, TRIANGULAR, FULL, *BASELINES, *PEERS)}

@@ -7,7 +7,7 @@ import importlib.metadata
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -19,6 +19,7 @@ from torch import Tensor
 from fasth.environment import describe
 from fasth.reproduce.methods import Case
 
+Call = Callable[[], object]
 Progress = Callable[[int, int, str], None]  # turns taken, turns in all, what comes next
 
 
@@ -26,14 +27,15 @@ class WrongAnswer(AssertionError):
     """A method's value or gradients are not what its definition gives."""
 
 
-def verify(case: Case) -> None:
+def verify(case: Case, reference: tuple[Tensor, ...] | None = None) -> None:
     """Raises ``WrongAnswer`` unless value and gradients agree with the case's reference to rounding.
 
+    The reference is computed, unless it is given.
     An error is measured in the Frobenius norm, relative to the reference. A gradient may cancel to nothing, for one
     with d = 1, and its rounding errors do not: they are at least relative to ‖output‖·‖gradient‖/‖tensor‖.
     """
     out, *gradients = case.step()
-    expected_out, *expected_gradients = case.reference()
+    expected_out, *expected_gradients = case.reference() if reference is None else reference
     _compare(case, "the output", out, expected_out)
     _compare(case, "the output without gradients", case.forward(), expected_out)
     size = _norm(expected_out) * _norm(case.gradient)
@@ -68,7 +70,7 @@ class Timing:
 
     name: str
     what: str  # "step" or "forward"
-    status: str = "ok"  # or "stopped", by the time limit; or "wrong", and then there are no readings
+    status: str = "ok"  # or "stopped", by the time limit; or "wrong", "too slow", "not installed": without readings
     note: str = ""
     calls: int = 1  # in each reading
     readings: list[float] = field(default_factory=list)
@@ -76,6 +78,15 @@ class Timing:
     @property
     def median(self) -> float:
         return statistics.median(self.readings)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.readings)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation, as in the paper's error bars."""
+        return statistics.pstdev(self.readings)
 
     def quantile(self, q: float) -> float:
         """Between the readings by linear interpolation."""
@@ -118,11 +129,28 @@ def measure(
         A timing for each case and each of ``what``, in this order.
     """
     advance = _counter(progress, len(cases) * (1 + rounds * len(what)))
-    turns = []
+    turns, references = [], _References()
     for case in cases:
         advance(f"verifying {case.name}")
-        fault = _fault(case)
-        turns += [_Turn(case, way, fault, min_time, time_limit) for way in what]
+        fault = _fault(case, references)
+        for way in what:
+            timing = Timing(case.name, way, "wrong" if fault else "ok", fault)
+            call: Call = {"step": case.step, "forward": case.forward}[way]
+            turns.append(_Turn(timing, call, case.gradient.device, min_time, time_limit))
+    _take_turns(turns, rounds, advance)
+    return [turn.timing for turn in turns]
+
+
+def compare(
+    calls: Mapping[str, Call], *, device: torch.device, rounds: int, min_time: float = 1e-3, time_limit: float = 60.0
+) -> list[Timing]:
+    """Times calls in turns, as ``measure`` does, without knowing what they compute."""
+    turns = [_Turn(Timing(name, "call"), call, device, min_time, time_limit) for name, call in calls.items()]
+    _take_turns(turns, rounds, lambda label: None)
+    return [turn.timing for turn in turns]
+
+
+def _take_turns(turns: list[_Turn], rounds: int, advance: Callable[[str], None]) -> None:
     with _no_garbage_collection():
         for turn in turns:
             turn.warm_up()
@@ -130,27 +158,43 @@ def measure(
             for turn in turns:
                 advance(f"timing {turn.timing.name}")
                 turn.take()
-    return [turn.timing for turn in turns]
 
 
-def _fault(case: Case) -> str:
+def _fault(case: Case, references: _References) -> str:
     try:
-        verify(case)
+        verify(case, references.of(case))
     except WrongAnswer as error:
         return str(error)
     return ""
 
 
+class _References:
+    """References of the cases so far. Several methods may compute one function of the same tensors: one serves all."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[Case, tuple[Tensor, ...]]] = []
+
+    def of(self, case: Case) -> tuple[Tensor, ...]:
+        for other, reference in self.known:
+            if other.obvious is case.obvious and _all_equal(other, case):
+                return reference
+        self.known.append((case, case.reference()))
+        return self.known[-1][1]
+
+
+def _all_equal(one: Case, other: Case) -> bool:
+    pairs = zip((*one.tensors, one.gradient), (*other.tensors, other.gradient), strict=False)
+    return len(one.tensors) == len(other.tensors) and all(torch.equal(a, b) for a, b in pairs)
+
+
 class _Turn:
     """What one method does when it is its turn."""
 
-    def __init__(self, case: Case, what: str, fault: str, min_time: float, time_limit: float) -> None:
-        self.call: Callable[[], object] = {"step": case.step, "forward": case.forward}[what]
-        self.device = case.gradient.device
+    def __init__(self, timing: Timing, call: Call, device: torch.device, min_time: float, time_limit: float) -> None:
+        self.timing, self.call, self.device = timing, call, device
         self.min_time = min_time
         self.time_left = time_limit
         self.settles = True
-        self.timing = Timing(case.name, what, "wrong" if fault else "ok", fault)
 
     def warm_up(self) -> None:
         """Finds out how many calls make a reading."""

@@ -7,14 +7,14 @@ import tempfile
 from pathlib import Path
 
 
-def write(path: str | Path, text: str) -> None:
+def write(path: str | Path, content: str | bytes) -> None:
     """Puts a file in place at once: whoever reads it, and whenever this is interrupted, finds the old or the new."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets nobody else read it
         os.replace(temporary, path)
     except BaseException:

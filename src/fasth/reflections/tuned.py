@@ -1,0 +1,153 @@
+"""What ``fasth.tune`` found on this machine: a file in the user's cache folder, and a table to look things up in.
+
+The file is JSON, {"version": 1, "entries": [...]}, each entry the fields of ``Entry``. It is read when first needed,
+replaced whole, and written under a lock, so that processes that tune at the same time all leave their entries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasth import files
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The best choices for d reflections of d dimensions."""
+
+    machine: str  # the processor or GPU
+    core: str  # the compiled core's instruction set, "off" or "not built"
+    device: str  # its type: "cpu", "cuda", …
+    threads: int
+    dtype: str
+    d: int
+    rows: int  # with which the block size was found
+    block_size: int
+    crossover: int  # from so many rows on, forming Q pays, for triangular reflectors
+    crossover_full: int
+
+    @property
+    def identity(self) -> tuple[str | int, ...]:
+        return self.machine, self.core, *self.key
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        return self.device, self.threads, self.dtype, self.d
+
+
+def folder() -> Path:
+    """``FASTH_CACHE_DIR``, or the folder "fasth" where this system keeps a user's caches."""
+    chosen = os.environ.get("FASTH_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "fasth"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "fasth"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fasth"
+
+
+def path() -> Path:
+    return folder() / "tuning.json"
+
+
+def machine(device: str) -> tuple[str, str]:
+    """The name of what computes on such a device, and the core in use."""
+    from fasth.environment import describe
+
+    found = describe()
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(), ""
+    return str(found["cpu"]), str(found["core"])
+
+
+def load() -> list[Entry]:
+    """All entries of the file, also those of other machines. A damaged file is as good as none, and says so."""
+    file = path()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']}, not {_VERSION}")
+        return [_entry(record) for record in content["entries"]]
+    except OSError:  # there is none, or it may not be read
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"{file} is damaged and was ignored ({error}); `fasth tune` writes a new one", RuntimeWarning, stacklevel=2
+        )
+        return []
+
+
+def store(entry: Entry) -> None:
+    """Adds the entry to the file, or replaces the one before it, and to this process's table."""
+    with _locked(path()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged file is being replaced
+            others = [other for other in load() if other.identity != entry.identity]
+        entries = [asdict(kept) for kept in (*others, entry)]
+        files.write(path(), json.dumps({"version": _VERSION, "entries": entries}, indent=1) + "\n")
+    table()[entry.key] = entry
+
+
+_table: dict[tuple[str, int, str, int], Entry] | None = None
+
+
+def table() -> dict[tuple[str, int, str, int], Entry]:
+    """The entries of this machine by (device, threads, dtype, d); empty where nothing was tuned."""
+    global _table
+    if _table is None:
+        _table = {}
+        of: dict[str, tuple[str, str]] = {}
+        for entry in load():
+            if entry.device not in of:
+                of[entry.device] = _machine_or_none(entry.device)
+            if of[entry.device] == (entry.machine, entry.core):
+                _table[entry.key] = entry
+    return _table
+
+
+def forget() -> None:
+    """The file is read again when next needed."""
+    global _table
+    _table = None
+
+
+def _machine_or_none(device: str) -> tuple[str, str]:
+    try:
+        return machine(device)
+    except (RuntimeError, AssertionError):  # no such device here
+        return "", ""
+
+
+def _entry(record: dict[str, Any]) -> Entry:
+    types = {field.name: int if field.type == "int" else str for field in fields(Entry)}
+    for name, kind in types.items():
+        if not isinstance(record[name], kind) or (kind is int and record[name] < 1):
+            raise ValueError(f"`{name}` is {record[name]!r}")
+    return Entry(**{name: record[name] for name in types})
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """One process at a time, where the system has locks for files."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: the file is still replaced whole
+        yield
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield  # closing it unlocks

@@ -1,0 +1,155 @@
+"""What a step would ask of a GPU: kernels, the longest chain of them, operations and bytes.
+
+Nothing is run or timed. A step is traced on the meta device, where tensors have shapes and no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fasth.reproduce.methods import Method
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Count:
+    launches: int = 0  # operations that do work: a kernel each, at least
+    depth: int = 0  # the longest chain of them in which each needs the one before: what no GPU can do side by side
+    operations: int = 0  # floating point
+    bytes: int = 0  # read and written, as if nothing stayed in a cache
+    library: set[str] = field(default_factory=set)  # decompositions: one launch here, and many in truth
+
+
+def count(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count:
+    """Of one training step: the output and the gradients of x and of all parameters, each (d, d) or (d,)."""
+    case = method.build(1, rows, dtype, "cpu", torch.Generator().manual_seed(0))  # for its function; d comes now
+    shapes = [(rows, d), *((d,) * t.ndim for t in case.tensors[1:])]
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
+    gradient = torch.empty(rows, d, dtype=dtype, device="meta")
+    with _Counter() as counter:
+        torch.autograd.grad(case.function(*tensors), tensors, gradient)
+    return counter.count
+
+
+def continued(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count:
+    """``count`` of a method without blocks: from three small sizes, since its numbers are of degree two in d."""
+    step = 8
+    if d % step:
+        return count(method, d, rows, dtype)
+    samples = [count(method, n * step, rows, dtype) for n in (1, 2, 3)]
+
+    def at(name: str) -> int:
+        a, b, c = (getattr(sample, name) for sample in samples)
+        t = d // step - 1
+        return a + t * (b - a) + t * (t - 1) // 2 * (c - 2 * b + a)  # Newton's form
+
+    return Count(at("launches"), at("depth"), at("operations"), at("bytes"), samples[0].library)
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up every operation that is not a mere view, allocation or question.
+
+    Depth belongs to memory, not to tensors, so that views and writing in place count: whoever reads memory comes after
+    all that was written there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Count()
+        self.depths: dict[int, tuple[Any, int]] = {}  # with the storage itself, so that its address stays its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = _tensors(out)
+        if not outputs or func in _FREE or _is_view(func):
+            return out
+        inputs = _tensors((args, kwargs))
+        read = _read(func, args, inputs)
+        count = self.count
+        count.launches += 1
+        count.operations += _operations(func, args, outputs)
+        count.bytes += sum(t.numel() * t.element_size() for t in (*read, *outputs))
+        if func.overloadpacket in _LIBRARY:
+            count.library.add(func.overloadpacket.__name__)
+        after = 1 + max((self._depth(t) for t in read), default=0)
+        for t in outputs:
+            storage = t.untyped_storage()
+            self.depths[storage._cdata] = storage, max(after, self._depth(t))
+        count.depth = max(count.depth, after)
+        return out
+
+    def _depth(self, t: Tensor) -> int:
+        return self.depths.get(t.untyped_storage()._cdata, (None, 0))[1]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _read(func: Any, args: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs whose numbers are used. What is only written over, as ``out`` or by a copy, is not."""
+    if func.overloadpacket in _OVERWRITES:
+        return list(inputs[1:])
+    names = [a.name for a in func._schema.arguments if a.is_write and a.kwarg_only]
+    return list(inputs[: len(inputs) - len(names)])
+
+
+_FREE = {aten.detach.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+         aten.new_empty.default, aten._unsafe_view.default, aten._reshape_alias.default}  # fmt: skip
+_OVERWRITES = {aten.copy_, aten.fill_, aten.zero_}
+
+
+def _product(A: Tensor, B: Tensor) -> int:
+    return 2 * A.numel() * (B.shape[-1] if B.ndim > 1 else 1)
+
+
+def _lu(A: Tensor) -> int:
+    return 2 * A.shape[-1] ** 3 // 3
+
+
+def _exponential(A: Tensor) -> int:
+    """Five products to degree 18 and, for a norm of up to about ten, three squarings. Its derivative is one of 2 d."""
+    return 16 * A.shape[-1] ** 3
+
+
+_PRODUCTS: dict[Any, Callable[..., int]] = {
+    aten.mm: _product,
+    aten.bmm: _product,
+    aten.mv: _product,
+    aten.dot: _product,
+    aten.addmm: lambda C, A, B, *_: _product(A, B),
+    aten.addmm_: lambda C, A, B, *_: _product(A, B),
+    aten.baddbmm: lambda C, A, B, *_: _product(A, B),
+    aten.baddbmm_: lambda C, A, B, *_: _product(A, B),
+    aten.addmv: lambda c, A, b, *_: _product(A, b),
+    aten.addr: lambda C, *_: 2 * C.numel(),
+    aten.addr_: lambda C, *_: 2 * C.numel(),
+    aten.linalg_solve_triangular: lambda A, B, *_: A.shape[-1] * B.numel(),
+}
+_LIBRARY: dict[Any, Callable[..., int]] = {
+    aten._linalg_solve_ex: lambda A, B, *_: _lu(A) + 2 * A.shape[-1] * B.numel(),
+    aten.linalg_lu_factor_ex: lambda A, *_: _lu(A),
+    aten.linalg_lu_solve: lambda LU, pivots, B, *_: 2 * LU.shape[-1] * B.numel(),
+    aten.linalg_inv_ex: lambda A, *_: 3 * _lu(A),
+    aten.linalg_matrix_exp: lambda A, *_: _exponential(A),
+    aten._linalg_slogdet: lambda A, *_: _lu(A),
+}
+
+
+def _operations(func: Any, args: Any, outputs: Sequence[Tensor]) -> int:
+    """Exact for products; one for each number of the result elsewhere."""
+    formula = _PRODUCTS.get(func.overloadpacket) or _LIBRARY.get(func.overloadpacket)
+    return formula(*args) if formula else math.prod(outputs[0].shape)

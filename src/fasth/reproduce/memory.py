@@ -1,0 +1,101 @@
+"""The most memory that a step takes on top of its input, its parameters and the gradient of its output.
+
+On a CPU the operating system is asked, which sees what every library allocates: each step runs in a process of its own,
+forked before anything was computed, with an allocator that gives freed memory back. Linux only. On a GPU torch knows.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from fasth.reproduce.methods import METHODS, Case
+
+# Blocks of more than so many bytes are the process's own while in use, and the system's again when freed.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
+_STATUS = Path("/proc/self/status")
+
+
+def available(device: str) -> bool:
+    return device.startswith("cuda") if device != "cpu" else _STATUS.exists()
+
+
+def peaks(names: Sequence[str], d: int, rows: int, dtype: str, device: str, threads: int) -> dict[str, int | None]:
+    """The peak of each of ``METHODS``, in bytes; None for one that fails, or where it cannot be measured."""
+    if not available(device):
+        return dict.fromkeys(names)
+    if device != "cpu":
+        return {name: _on_cuda(_build(name, d, rows, dtype, device)) for name in names}
+    request = [json.dumps(names), str(d), str(rows), dtype, str(threads)]
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, *request],
+        env={**os.environ, **_ALLOCATOR},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, int | None] = json.loads(done.stdout)
+    return found
+
+
+def _build(name: str, d: int, rows: int, dtype: str, device: str) -> Case:
+    return METHODS[name].build(d, rows, getattr(torch, dtype), device, torch.Generator().manual_seed(d))
+
+
+def _on_cuda(case: Case) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    case.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _on_cpu(name: str, d: int, rows: int, dtype: str) -> int:
+    """Above what the process has after a small step, which loads and sets up what there is to set up."""
+    _build(name, 8, rows, dtype, "cpu").step()
+    case = _build(name, d, rows, dtype, "cpu")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    case.step()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(field: str) -> int:
+    lines: Iterator[str] = (line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(next(lines).split()[1]) * 1024
+
+
+def _forked(function: Callable[[], int]) -> int | None:
+    """What the function returns in a process of its own; None if that ends badly."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(function()).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return int(answer) if answer else None
+
+
+def _main(names: str, d: str, rows: str, dtype: str, threads: str) -> None:
+    torch.set_num_threads(int(threads))
+    gc.freeze()  # a collection would copy what the children share with this process
+    found = {name: _forked(lambda: _on_cpu(name, int(d), int(rows), dtype)) for name in json.loads(names)}  # noqa: B023
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

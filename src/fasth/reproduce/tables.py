@@ -1,0 +1,172 @@
+"""Records as tables: what the report, the benchmark and the README show."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fasth.reproduce.methods import COMPACT
+from fasth.reproduce.operations import OPERATIONS
+from fasth.reproduce.tasks import Record
+
+OURS = COMPACT.name
+VALUES = {"mean": "mean time", "bytes": "peak memory"}
+PAPER_SIZE = 768  # where the paper gives the improvement of the four operations
+# Section 2.2: up to so many times faster than the algorithms of Zhang et al.; section 4.2: than the standard methods.
+PAPER_OVER = {"sequential": 27.1, "parallel": 6.2}
+PAPER_OPERATIONS = {"inverse": 2.7, "determinant": 3.5, "exponential": 4.1, "cayley": 3.1}
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def select(results: dict[str, Any], experiment: str, **values: Any) -> list[Record]:
+    """The records of one experiment, and of these values."""
+    records = (record for record in results["records"] if record["experiment"] == experiment)
+    return [record for record in records if all(record[name] == value for name, value in values.items())]
+
+
+def by(records: Iterable[Record], *names: str) -> dict[Any, Record]:
+    """Records by one value or several, the last one where they share it."""
+    return {record[names[0]] if len(names) == 1 else tuple(record[n] for n in names): record for record in records}
+
+
+def unique(records: Iterable[Record], name: str) -> list[Any]:
+    """The values, in the order in which they come."""
+    return list(dict.fromkeys(record[name] for record in records))
+
+
+def ratio(record: Record | None, yardstick: Record | None, of: str = "mean") -> float:
+    """How many times the yardstick's time; nan where one has none."""
+    if record is None or yardstick is None or not (record[of] and yardstick[of]):
+        return math.nan
+    return float(record[of] / yardstick[of])
+
+
+def headlines(results: dict[str, Any]) -> Table:
+    """The paper's own numbers beside those of this run."""
+    rows = []
+    steps = by(select(results, "step"), "name", "d")
+    sizes = sorted({d for _, d in steps})
+    for name, papers in PAPER_OVER.items():
+        times = [f"faster than the {name} algorithm, at most", f"{papers}"]
+        rows.append([*times, *(_highest(steps, name, ours, sizes) for ours in ("FastH", OURS))])
+    for operation in OPERATIONS:
+        key = operation.name.split()[0].lower()
+        found = by(select(results, key), "name", "d")
+        if found:
+            d = PAPER_SIZE if any(size == PAPER_SIZE for _, size in found) else max(size for _, size in found)
+            here = [ratio(found.get((operation.standard_name, d)), found.get((ours, d))) for ours in ("FastH", "fasth")]
+            what = f"{operation.name}: faster than {operation.standard_name}, d = {d}"
+            rows.append([what, f"{PAPER_OPERATIONS[key]}", *map(number, here)])
+    rows = [row for row in rows if set(row[2:]) != {"–"}]
+    note = (
+        "The paper's numbers are of its FastH on an RTX 2080 Ti, against the implementations of its time. "
+        "“FastH, here” is its Algorithms 1 and 2 on the machine of this run."
+    )
+    return Table("The paper's headline numbers", ["times", "paper", "FastH, here", "fasth, here"], rows, note)
+
+
+def _highest(found: dict[Any, Record], name: str, ours: str, sizes: Sequence[int]) -> str:
+    ratios = {d: ratio(found.get((name, d)), found.get((ours, d))) for d in sizes}
+    known = {d: value for d, value in ratios.items() if not math.isnan(value)}
+    best = max(known, key=lambda d: known[d], default=None)
+    return "–" if best is None else f"{number(known[best])} (d = {best})"
+
+
+def times(title: str, records: Sequence[Record], row: str, column: str = "name", note: str = "") -> Table:
+    """Mean times: a row for each value of one field, a column for each of another."""
+    of = by(records, row, column)
+    columns = unique(records, column)
+    rows = [[str(value), *(time_of(of.get((value, c))) for c in columns)] for value in unique(records, row)]
+    return Table(title, [row, *map(str, columns)], rows, note)
+
+
+def bars(title: str, records: Sequence[Record], value: str, form: Callable[[float], str], note: str = "") -> Table:
+    """A row for each method, the smallest first, and how many times ours that is."""
+    ordered = sorted(records, key=lambda record: record[value] or math.inf)
+    ours = next((record[value] for record in records if record["name"] == OURS), None)
+    rows = [
+        [r["name"], form(r[value]), number(r[value] / ours) if ours else "–"]
+        if r[value]
+        else [r["name"], r["status"], "–"]
+        for r in ordered
+    ]
+    return Table(title, ["method", VALUES[value], f"× {OURS}"], rows, note)
+
+
+def counts(results: dict[str, Any]) -> Table:
+    records = select(results, "counts")
+    rows = [
+        [
+            str(r["d"]),
+            r["name"],
+            *(f"{'≥ ' if r['library'] else ''}{quantity(r[name])}" for name in ("depth", "launches", "operations")),
+            quantity(r["bytes"]) + "B",
+        ]
+        for r in records
+    ]
+    note = (
+        "Counted by tracing a step on the meta device, not measured; no GPU was used. A launch is an operation of "
+        "PyTorch that does work, dependent launches are the longest chain of them in which each needs the one before, "
+        "bytes are read and written as if nothing stayed in a cache. ≥: a matrix exponential or a linear solve counts "
+        "as one launch, and is many. Those of fasth are of its PyTorch path, which runs on a GPU."
+    )
+    columns = ["d", "method", "dependent launches", "launches", "operations", "bytes"]
+    return Table("Estimated for a GPU, per gradient step of 32 rows: counted, not measured", columns, rows, note)
+
+
+def machine(results: dict[str, Any]) -> str:
+    """Where and with what the numbers were measured."""
+    of = results["environment"]
+    instructions = f" ({', '.join(of['instructions'])})" if of["instructions"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
+    device = "" if of["device"] == "cpu" else f"{of['device']}; "
+    return (
+        f"{device}{of['cpu']}{instructions}, {of['cores']} cores, {of['threads']} threads; "
+        f"{results['settings']['dtype']}; {versions}; {of['date'][:10]}"
+    )
+
+
+def geometric_mean(numbers: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, numbers)) else statistics.geometric_mean(numbers)
+
+
+def number(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def seconds(value: float) -> str:
+    """As milliseconds."""
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value * 1e3:.0f} ms"
+
+
+def time_of(record: Record | None, of: str = "mean") -> str:
+    """Its time, or why there is none."""
+    if record is None:
+        return "–"
+    if record[of] is None:
+        return str(record["status"])
+    return seconds(record[of]) + (" (stopped)" if record["status"] == "stopped" else "")
+
+
+def megabytes(value: float) -> str:
+    return f"{value / 1e6:.3g} MB"
+
+
+def quantity(value: float) -> str:
+    """Three digits and a prefix: 65.5 k, 1.38 G."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            return f"{value / (1e3 if prefix == 'k' else size):.3g} {prefix}"
+    return f"{value:.0f} "

@@ -1,0 +1,178 @@
+"""What an experiment consists of: tasks, each with the records that it leaves behind.
+
+A record is a dict that JSON can hold. All have "experiment", "task", "name", "d", "rows" and "status"; those of timings
+also "k", "what", "calls", "mean", "deviation", "median", "quantiles" and "readings", in seconds for one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fasth.reproduce import counts, memory
+from fasth.reproduce.methods import Method
+from fasth.reproduce.timing import Progress, Timing, measure
+
+Record = dict[str, Any]
+
+QUANTILES = (0.05, 0.25, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all timings of a run have in common."""
+
+    dtype: str
+    device: str
+    rounds: int
+    time_limit: float  # seconds for each method at each size
+
+
+class Task(Protocol):
+    @property
+    def label(self) -> str:
+        """What it is about, different for each task of an experiment."""
+
+    @property
+    def weight(self) -> float:
+        """How long it takes, roughly, in any unit."""
+
+    def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
+        """Its records, without "experiment" and "task". ``before`` are those of the experiment's earlier tasks."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method at one size."""
+
+    method: Method
+    d: int
+    rows: int
+    k: int | None = None  # its block size, where that is what an experiment is about
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """Methods timed in turns."""
+
+    label: str
+    entries: Sequence[Entry]
+    what: Sequence[str] = ("step",)
+    rounds: int | None = None  # in place of those of the settings
+
+    @property
+    def weight(self) -> float:
+        return sum(1 + entry.rows * (entry.d / 512) ** 2 / 32 for entry in self.entries)
+
+    def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
+        dtype = getattr(torch, settings.dtype)
+        chosen, cases = [], []
+        for entry in self.entries:
+            status, note = _excuse(entry, before, settings.time_limit)
+            if status:
+                yield from (_record(entry, Timing(entry.method.name, what, status, note)) for what in self.what)
+            else:
+                generator = torch.Generator().manual_seed(entry.d)
+                chosen.append(entry)
+                cases.append(entry.method.build(entry.d, entry.rows, dtype, settings.device, generator))
+        rounds = self.rounds or settings.rounds
+        timings = measure(cases, what=self.what, rounds=rounds, time_limit=settings.time_limit, progress=progress)
+        for i, timing in enumerate(timings):
+            yield _record(chosen[i // len(self.what)], timing)
+
+
+def _excuse(entry: Entry, before: Sequence[Record], time_limit: float) -> tuple[str, str]:
+    """Why a method is not timed, or two empty strings.
+
+    The time of none grows less than d. One that verifying, a warm-up and a reading would take past the time limit does
+    not start: by its time at the size before.
+    """
+    if not entry.method.installed:
+        return "not installed", f"{entry.method.requires} is not installed"
+    smaller = [r for r in before if (r["name"], r["k"]) == (entry.method.name, entry.k) and r["d"] < entry.d]
+    if smaller:
+        last = max(smaller, key=lambda record: record["d"])
+        if last["status"] == "too slow" or (last["median"] or 0) * entry.d / last["d"] * 3 > time_limit:
+            return "too slow", f"one call would take {time_limit / 3:.3g} s or more"
+    return "", ""
+
+
+def _record(entry: Entry, timing: Timing) -> Record:
+    timed = bool(timing.readings)
+    return {
+        "name": timing.name,
+        "d": entry.d,
+        "rows": entry.rows,
+        "k": entry.k,
+        "what": timing.what,
+        "status": timing.status,
+        "note": timing.note,
+        "calls": timing.calls,
+        "mean": timing.mean if timed else None,
+        "deviation": timing.deviation if timed else None,
+        "median": timing.median if timed else None,
+        "quantiles": {str(q): timing.quantile(q) for q in QUANTILES} if timed else None,
+        "readings": [float(f"{seconds:.5g}") for seconds in timing.readings],
+    }
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The most memory that each method's step takes, in "bytes"."""
+
+    d: int
+    rows: int
+    methods: Sequence[Method]
+
+    @property
+    def label(self) -> str:
+        return f"d = {self.d}"
+
+    @property
+    def weight(self) -> float:
+        return sum(1 + (self.d / 512) ** 2 for _ in self.methods)
+
+    def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
+        names = [method.name for method in self.methods if method.installed]
+        progress(0, 1, "memory")
+        threads = torch.get_num_threads()
+        found = memory.peaks(names, self.d, self.rows, settings.dtype, settings.device, threads)
+        for name, peak in found.items():
+            status = "ok" if peak is not None else "not measured"
+            yield {"name": name, "d": self.d, "rows": self.rows, "status": status, "bytes": peak}
+
+
+@dataclass(frozen=True)
+class Counting:
+    """The launches, operations and bytes of each method's step, counted and not measured."""
+
+    d: int
+    rows: int
+    methods: Sequence[tuple[Method, Callable[..., counts.Count]]]
+
+    @property
+    def label(self) -> str:
+        return f"d = {self.d}"
+
+    @property
+    def weight(self) -> float:
+        return self.d / 512 * len(self.methods) / 4
+
+    def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
+        for i, (method, count) in enumerate(self.methods):
+            progress(i, len(self.methods), f"counting {method.name}")
+            found = count(method, self.d, self.rows, getattr(torch, settings.dtype))
+            yield {
+                "name": method.name,
+                "d": self.d,
+                "rows": self.rows,
+                "status": "ok",
+                "launches": found.launches,
+                "depth": found.depth,
+                "operations": found.operations,
+                "bytes": found.bytes,
+                "library": sorted(found.library),
+            }
