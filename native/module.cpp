@@ -151,6 +151,35 @@ void backward(Index m, Index r, Index d, int kind, bool transpose, Index k, Inde
         });
 }
 
+// Zeros where `forward` wrote nothing: between the parts of what is kept, beside the last columns, and behind all of it, up
+// to `size`. What an operator of PyTorch gives back should not be what happened to be in memory.
+template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int members) {
+    std::fill(memory + p.reflectors(), memory + round_up(p.reflectors(), padding), T(0));
+    Index end = Kept<T>::size(p, 1, false);
+    if (members && p.blocks()) {
+        end = Kept<T>::size(p, members, true);
+        for (int rank = 0; rank < members; ++rank) {
+            const Columns own(p, members, rank);
+            const Kept<T> kept(p, memory, members, rank, true);
+            const Index used = own.panels ? own.to(own.panels - 1) : own.W;
+            for (Index step = 0; used < own.W && step + 1 < p.blocks(); ++step) {
+                const Index block = p.block_at(step, p.transpose), panels = own.panels - own.first_panel(p, block);
+                T *const last = kept.state_of(p, own, block) + (panels - 1) * p.m * own.W;
+                for (Index i = 0; panels > 0 && i < p.m; ++i) std::fill(last + i * own.W + used, last + (i + 1) * own.W, T(0));
+            }
+        }
+    }
+    std::fill(memory + end, memory + size, T(0));
+}
+template <class T>
+void clear(Index m, Index r, Index d, int kind, bool transpose, Index k, Index batch, std::uintptr_t kept, Index kept_size,
+           int members, Index all) {
+    T *const memory = reinterpret_cast<T *>(kept);
+    const Problem p = problem<T>(m, r, d, kind, transpose, k);
+    for (Index b = 0; b < batch && kept_size; ++b) clear_gaps(p, memory + b * kept_size, kept_size, members);
+    std::fill(memory + batch * kept_size, memory + all, T(0));
+}
+
 // W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have the same
 // team, and a member has the same columns of both.
 template <class T> struct Factors {
@@ -212,6 +241,17 @@ int svd_forward(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_re
     return with_states && members == f.plan.members ? members : 0;
 }
 
+template <class T>
+void svd_clear(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind, Index V_block, Index U_block,
+               Index k, std::uintptr_t kept, Index U_kept, int members, Index all) {
+    const Factors<T> f(m, n_in, n_out, V_reflectors, U_reflectors, kind, V_block, U_block, k, 1);
+    T *const memory = reinterpret_cast<T *>(kept);
+    std::fill(memory + m * n_in, memory + f.U_output(), T(0));
+    std::fill(memory + f.U_output() + m * n_out, memory + f.V_kept(), T(0));
+    clear_gaps(f.V, memory + f.V_kept(), U_kept - f.V_kept(), members);
+    clear_gaps(f.U, memory + U_kept, all - U_kept, members);
+}
+
 // Any of the gradients may be left out; that of x or V needs that of sigma.
 template <class T>
 void svd_backward(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind, Index V_block,
@@ -248,9 +288,11 @@ template <class T> void define(nb::module_ &m, const std::string &dtype) {
     m.def(("plan" + dtype).c_str(), &plan<T>);
     m.def(("forward" + dtype).c_str(), &forward<T>);
     m.def(("backward" + dtype).c_str(), &backward<T>);
+    m.def(("clear" + dtype).c_str(), &clear<T>);
     m.def(("svd_plan" + dtype).c_str(), &svd_plan<T>);
     m.def(("svd_forward" + dtype).c_str(), &svd_forward<T>);
     m.def(("svd_backward" + dtype).c_str(), &svd_backward<T>);
+    m.def(("svd_clear" + dtype).c_str(), &svd_clear<T>);
 }
 
 } // namespace

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.reflections import blocked, native, native_svd
+from fasth.reflections import blocked, native, native_svd, ops
 from fasth.reflections.tuning import default_block_size, materialising_pays
 
 __all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
@@ -54,7 +55,7 @@ def householder(
     """
     if block_size is None and native.usable(x, V) and _usual(x, V, triangular):  # the shortest way, for small steps
         kind = native.TRIANGULAR if triangular else native.FULL
-        return native.householder(x, V, transpose=transpose, kind=kind, block_size=default_block_size(V.shape[0]))
+        return native.householder(x, V, transpose=transpose, kind=kind, block_size=default_block_size(V.shape[0], V))
     _check(x, V, block_size)
     if _autocast(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
@@ -79,10 +80,14 @@ def householder_compact(
         raise ValueError(f"`matrix` should have two dimensions; got shape {_shape(matrix)}")
     V = matrix.mT if lower else matrix
     _check(x, V, block_size)
-    x = x.to(V.dtype)
-    if native.usable(x, V):
-        k = min(block_size or default_block_size(min(V.shape)), max(V.shape[0], 1))
-        return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
+    x, (r, d) = x.to(V.dtype), V.shape
+    if materialising_pays(x.numel() // d, min(r, d), d, True, V):
+        Qt = householder_compact(torch.eye(d, dtype=V.dtype, device=V.device), V, block_size=block_size)
+        return x @ (Qt.mT if transpose else Qt)
+    core = _core_for(x, V)
+    if core is not None:
+        k = min(block_size or default_block_size(min(V.shape), V), max(V.shape[0], 1))
+        return core(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
     V = blocked.expand_compact(V)
     return householder(x, V, transpose=transpose, triangular=True, block_size=block_size)
 
@@ -117,10 +122,13 @@ def svd_linear(
     if _autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
-    if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full"):
+    if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full", U):
         return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
     if native.usable(*tensors):
-        return native_svd.svd_linear(x, U, sigma, V, bias, signs, FORMS.index(form), _SVD_COMPOSED[form])
+        kind = FORMS.index(form)
+        return native_svd.svd_linear(x, U, sigma, V, bias, signs, kind, SVD_COMPOSED[kind])
+    if ops.usable(*tensors):
+        return ops.svd_linear(x, U, sigma, V, bias, signs, FORMS.index(form))
     return _svd_composed(x, U, sigma, V, bias, signs, form=form)
 
 
@@ -146,7 +154,7 @@ def _svd_composed(
     return out if bias is None else out + bias
 
 
-_SVD_COMPOSED = {form: partial(_svd_composed, form=form) for form in FORMS}
+SVD_COMPOSED = [partial(_svd_composed, form=form) for form in FORMS]
 
 
 def _signed(sigma: Tensor, signs: Tensor | None) -> Tensor:
@@ -162,7 +170,7 @@ def _of_form(x: Tensor, V: Tensor, form: str, transpose: bool = False) -> Tensor
 def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
     """Picks the path: materialise or apply, on the compiled core or in PyTorch."""
     r, d = V.shape[-2:]
-    if V.ndim == 2 and materialising_pays(x.numel() // d, r, d, triangular):
+    if V.ndim == 2 and materialising_pays(x.numel() // d, r, d, triangular, V):
         # Qᵀ from the rows of the identity; x Qᵀ = x · that, x Q = x · that transposed.
         eye = torch.eye(d, dtype=V.dtype, device=V.device)
         Qt = _apply(eye, V, False, triangular, block_size)
@@ -171,17 +179,24 @@ def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_
 
 
 def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
-    k = min(block_size or default_block_size(V.shape[-2]), max(V.shape[-2], 1))
-    on_core = native.usable(x, V)
+    k = min(block_size or default_block_size(V.shape[-2], V), max(V.shape[-2], 1))
+    core = _core_for(x, V)
     kind = native.TRIANGULAR if triangular else native.FULL
-    if on_core and V.ndim == 2:
-        return native.householder(x, V, transpose=transpose, kind=kind, block_size=k)
+    if core is not None and V.ndim == 2:
+        return core(x, V, transpose=transpose, kind=kind, block_size=k)
     rows, reflectors, shape = _batched(x, V)
-    if on_core:
-        out = native.householder(rows, reflectors, transpose=transpose, kind=kind, block_size=k)
+    if core is not None:
+        out = core(rows, reflectors, transpose=transpose, kind=kind, block_size=k)
     else:
         out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
     return out.reshape(shape)
+
+
+def _core_for(x: Tensor, V: Tensor) -> Callable[..., Tensor] | None:
+    """The compiled core, called at once or from the graph that is being made; None where it does not serve."""
+    if native.usable(x, V):
+        return native.householder
+    return ops.householder if ops.usable(x, V) else None
 
 
 def _usual(x: Tensor, V: Tensor, triangular: bool) -> bool:
@@ -189,7 +204,7 @@ def _usual(x: Tensor, V: Tensor, triangular: bool) -> bool:
     if V.ndim != 2 or x.dtype != V.dtype or torch._C._is_any_autocast_enabled():
         return False
     r, d = V.shape
-    return x.ndim > 0 and x.shape[-1] == d > 0 and not materialising_pays(x.numel() // d, r, d, triangular)
+    return x.ndim > 0 and x.shape[-1] == d > 0 and not materialising_pays(x.numel() // d, r, d, triangular, V)
 
 
 def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
+
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
     """x Qᵀ with Q = H₁⋯H_r, or x Q if ``transpose``.  x: (B, m, d), V: (B, r, d) → (B, m, d).
@@ -19,6 +21,11 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
     4·r·d operations per row of x and 2·r·d·k once, half of both if ``triangular``; with blocks of k reflections,
     3 r/k + 2 log₂ k matrix products in sequence.
     """
+    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        # torch.compile does not see how a transform of torch.func is to treat a Function; the products it does.
+        Y, _ = blocks_of(V, block_size, triangular)
+        out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
+        return out.to(x.dtype)
     # Keeping depends on the number of rows, and a compiled graph should not; the compiler shares T by itself.
     keep = torch.is_grad_enabled() and V.requires_grad and not torch.compiler.is_compiling()
     return _function().apply(x, V, transpose, triangular, block_size, keep)[0]
@@ -55,12 +62,16 @@ def sweep(
 def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
     """V in blocks of k rows, Y: (B, n, k, d), every row divided by a scale: (B, r, 1).
 
-    The scale is a power of two, so nothing is rounded. It is a constant to autograd: Q does not depend on the length
-    of a reflector, so no derivative of Q does either.
+    The scale is a power of two, so nothing is rounded, but not in exported programs. It is a constant to autograd: Q
+    does not depend on the length of a reflector, so no derivative of Q does either.
     """
     V = _reflectors(V, triangular)
     largest = torch.linalg.vector_norm(V.detach(), torch.inf, -1, keepdim=True)
-    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
+    if torch.compiler.is_compiling() and is_exporting():
+        scale = torch.where(largest == 0, 1, largest)  # ONNX has no frexp
+    else:
+        exponent = torch.frexp(largest).exponent.to(largest.dtype)  # the compiler fails on integers beside float64
+        scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
     return _cut(V / scale, k), scale
 
 

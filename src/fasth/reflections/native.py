@@ -19,8 +19,8 @@ from fasth.reflections import blocked
 LEVELS = ("baseline", "avx2", "avx512")
 FULL, TRIANGULAR, COMPACT = range(3)  # Kind in native/reflections.hpp
 
-_DTYPES = (torch.float32, torch.float64)
-_PLAIN = (Tensor, torch.nn.Parameter)
+DTYPES = (torch.float32, torch.float64)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def machine_level() -> str:
@@ -59,6 +59,8 @@ def load(level: str) -> ModuleType:
         raise ImportError(f"the core for {level} is not built")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    if missing := [name for name in _Functions._fields if not hasattr(module, f"{name}_float32")]:
+        raise ImportError(f"the core for {level} is older than these files, without {missing[0]}: install fasth again")
     return module
 
 
@@ -71,7 +73,7 @@ def _spec(level: str) -> Any:
 
 def usable(*tensors: Tensor) -> bool:
     """Whether the core takes these: eager work on plain float32 or float64 CPU tensors, watched by nobody."""
-    return not watched() and core() is not None and all(map(plain, tensors)) and tensors[0].dtype in _DTYPES
+    return not watched() and core() is not None and all(map(plain, tensors)) and tensors[0].dtype in DTYPES
 
 
 def watched() -> bool:
@@ -88,7 +90,7 @@ def watched() -> bool:
 def plain(t: Tensor) -> bool:
     """Whether what stands in t's memory is all there is to it. There is none for zeros kept as such, or once freed."""
     return (
-        type(t) in _PLAIN
+        type(t) in PLAIN
         and t.is_cpu
         and not t.is_neg()
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)  # one that has outlived its transform
@@ -103,28 +105,41 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size:
     """
     if torch.is_grad_enabled() and (x.requires_grad or V.requires_grad):
         return _run(x, V, transpose, kind, block_size)
-    return _forward(_in_rows(x, V), V, (transpose, kind, block_size), False, False)[0]
+    return _forward(in_rows(x, V), V, (transpose, kind, block_size), False, False)[0]
 
 
 def _forward(
     x: Tensor, V: Tensor, options: tuple[bool, int, int], needs_x: bool, needs_V: bool
 ) -> tuple[Tensor, tuple[Any, ...], Tensor | None, tuple[int, int]]:
     """The output; the problem in the core's terms; what is kept for a gradient, how it is laid out."""
-    core_functions = functions(x.dtype)
-    transpose, kind, block_size = options
-    B, m, x_strides = _batch_rows_strides(x, V)
-    problem = m, *V.shape[-2:], kind, transpose, block_size, B
+    problem = problem_of(x, V, *options)
     kept, size, with_states = None, 0, False
     if needs_x or needs_V:
         # V and the output are kept anyway. The rest may take as much again.
-        size, with_states = core_functions.plan(*problem, torch.get_num_threads(), x.numel() + V.numel())
-        kept = x.new_empty(B * size) if size else None
+        size, with_states = functions(x.dtype).plan(*problem, torch.get_num_threads(), x.numel() + V.numel())
+        kept = x.new_empty(problem[-1] * size) if size else None
+    out, members = multiply(x, V, problem, kept, size, with_states)
+    return out, problem, kept, (size, members)
+
+
+def problem_of(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int) -> tuple[Any, ...]:
+    B, m, _ = _batch_rows_strides(x, V)
+    return m, *V.shape[-2:], kind, transpose, block_size, B
+
+
+def multiply(
+    x: Tensor, V: Tensor, problem: tuple[Any, ...], kept: Tensor | None, size: int, with_states: bool
+) -> tuple[Tensor, int]:
+    """The output, on the core, and for how many threads the states were kept: 0 if they were not.
+
+    ``size`` of the numbers in ``kept`` are for each matrix of the batch, as ``plan`` says.
+    """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    members = core_functions.forward(
+    members = functions(x.dtype).forward(
         *problem,
         torch.get_num_threads(),
         x.data_ptr(),
-        x_strides,
+        _batch_rows_strides(x, V)[2],
         V.data_ptr(),
         _batch_rows_strides(V, V)[2],
         out.data_ptr(),
@@ -132,14 +147,14 @@ def _forward(
         size,
         with_states,
     )
-    return out, problem, kept, (size, members)
+    return out, members
 
 
 class _Householder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, V: Tensor, *options: Any) -> Tensor:
         needs_x, needs_V, *_ = ctx.needs_input_grad
-        x = _in_rows(x, V)
+        x = in_rows(x, V)
         out, ctx.problem, kept, ctx.layout = _forward(x, V, options, needs_x, needs_V)
         ctx.kept_size = 0 if kept is None else kept.numel()
         ctx.save_for_backward(V, out if needs_V else None, kept)
@@ -151,31 +166,45 @@ class _Householder(torch.autograd.Function):
         needs_x, needs_V, *_ = ctx.needs_input_grad
         _, r, d, kind, transpose, block_size, _ = ctx.problem
         if torch.is_grad_enabled() or watched() or not plain(g):  # a second derivative is to follow, for one
-            dx, dV = _differentiable_gradients(g, out, V, transpose, kind, block_size, needs_x, needs_V)
+            dx, dV = differentiable_gradients(g, out, V, transpose, kind, block_size, needs_x, needs_V)
             return dx, dV, None, None, None
         if V.dtype != g.dtype or V.shape[-2:] != (r, d):
             raise RuntimeError("a hook on saved tensors should give them back as they were")
         out, kept = as_saved(out, g.numel(), g.dtype), as_saved(kept, ctx.kept_size, g.dtype)
-        g = _in_rows(g, V)
-        dx = torch.empty_like(g, memory_format=torch.contiguous_format) if needs_x else None
-        dV = None
-        if needs_V:
-            dV = torch.zeros_like(V) if kind == COMPACT else torch.empty_like(V)
-        functions(g.dtype).backward(
-            *ctx.problem,
-            torch.get_num_threads(),
-            g.data_ptr(),
-            _batch_rows_strides(g, V)[2],
-            address(out),
-            V.data_ptr(),
-            _batch_rows_strides(V, V)[2],
-            address(kept),
-            *ctx.layout,
-            address(dx),
-            address(dV),
-            (0, 0, 0) if dV is None else _batch_rows_strides(dV, V)[2],
-        )
+        dx, dV = gradients(in_rows(g, V), out, V, ctx.problem, kept, ctx.layout, needs_x, needs_V)
         return dx, dV, None, None, None
+
+
+def gradients(
+    g: Tensor,
+    out: Tensor | None,
+    V: Tensor,
+    problem: tuple[Any, ...],
+    kept: Tensor | None,
+    layout: tuple[int, int],
+    needs_x: bool,
+    needs_V: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of x and V from that of the output, on the core. ``problem``, ``kept`` and ``layout`` are ``forward``'s."""
+    dx = torch.empty_like(g, memory_format=torch.contiguous_format) if needs_x else None
+    dV = None
+    if needs_V:
+        dV = torch.zeros_like(V) if problem[3] == COMPACT else torch.empty_like(V)
+    functions(g.dtype).backward(
+        *problem,
+        torch.get_num_threads(),
+        g.data_ptr(),
+        _batch_rows_strides(g, V)[2],
+        address(out),
+        V.data_ptr(),
+        _batch_rows_strides(V, V)[2],
+        address(kept),
+        *layout,
+        address(dx),
+        address(dV),
+        (0, 0, 0) if dV is None else _batch_rows_strides(dV, V)[2],
+    )
+    return dx, dV
 
 
 # Function.apply without its preparations for functorch, which `usable` has ruled out and which cost as much as a small
@@ -183,7 +212,7 @@ class _Householder(torch.autograd.Function):
 _run = super(torch.autograd.Function, _Householder).apply
 
 
-def _differentiable_gradients(
+def differentiable_gradients(
     g: Tensor,
     out: Tensor | None,
     V: Tensor,
@@ -214,9 +243,11 @@ class _Functions(NamedTuple):
     plan: Any
     forward: Any
     backward: Any
+    clear: Any
     svd_plan: Any
     svd_forward: Any
     svd_backward: Any
+    svd_clear: Any
 
 
 def functions(dtype: torch.dtype) -> _Functions:
@@ -234,10 +265,10 @@ def _batch_rows_strides(t: Tensor, V: Tensor) -> tuple[int, int, tuple[int, ...]
     dims = t.ndim
     if dims == V.ndim:
         return (t.shape[0], t.shape[1], t.stride()) if dims == 3 else (1, t.shape[0], (0, *t.stride()))
-    return 1, t.numel() // t.shape[-1], (0, t.shape[-1], 1)  # contiguous: _in_rows saw to that
+    return 1, t.numel() // t.shape[-1], (0, t.shape[-1], 1)  # contiguous: in_rows saw to that
 
 
-def _in_rows(t: Tensor, V: Tensor) -> Tensor:
+def in_rows(t: Tensor, V: Tensor) -> Tensor:
     """t in memory such that three strides describe it."""
     return t if t.ndim == V.ndim else t.contiguous()
 

@@ -20,15 +20,19 @@ def default_block_size(r: int, like: Tensor | None = None) -> int:
     Args:
         like: a tensor with the device and dtype of the work; float32 on the CPU if left out.
     """
+    on_cpu = like is None or like.is_cpu
     if torch.compiler.is_compiling():
-        return block_size_by_rule(r)
+        return block_size_by_rule(r, on_cpu)
     found = _tuned(r, like)
-    return _remembered_rule(r) if found is None else found.block_size
+    return _remembered_rule(r, on_cpu) if found is None else found.block_size
 
 
-def block_size_by_rule(r: int) -> int:
-    """Wide enough for products to pay, and even: 33 reflections are 17 + 16, not 32 + 1."""
-    return even_block_size(r, 32 if r <= 1024 else 64)
+def block_size_by_rule(r: int, on_cpu: bool = True) -> int:
+    """Wide enough for products to pay, and even: 33 reflections are 17 + 16, not 32 + 1.
+
+    On other devices, where every product in sequence is a launch, many reflections come in wider blocks.
+    """
+    return even_block_size(r, 32 if on_cpu or r <= 1024 else 64)
 
 
 _remembered_rule = functools.cache(block_size_by_rule)  # for eager calls: torch.compile warns of a cache
@@ -55,10 +59,11 @@ def crossover_by_rule(r: int, d: int, triangular: bool) -> float:
 
     In units of d² operations per row, a training step by a formed Q takes 6. Applying r reflections takes 12 r/d, half
     of that if triangular, in products that were measured to run at 40 % of the speed. Forming Q is applying them to d
-    rows, at half as much again, since the states of so many rows are not kept. With r = d it pays from 2 d rows or so.
+    rows, at a little more, since the states of so many rows are not kept. With r = d it pays from 1.9 d rows on if
+    triangular, from 1.4 d on if not.
     """
     apply = (6 if triangular else 12) * r / d / 0.4
-    return 1.5 * apply * d / (apply - 6) if apply > 6 else float("inf")
+    return 1.12 * apply * d / (apply - 6) if apply > 6 else float("inf")
 
 
 def _tuned(d: int, like: Tensor | None) -> tuned.Entry | None:

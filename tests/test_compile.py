@@ -1,0 +1,272 @@
+"""Compiled graphs: the core's operators in them, every layer, and one graph for all batch sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import PROBLEMS, with_gradients
+from processes import script
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fasth.nn as fnn
+from fasth import spectrum
+from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops
+
+has_core = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
+
+BATCHES = (3, 5, 8, 40, 100)  # the last are so many that the weights are formed
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# The operators.
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return (torch.randn(shape, dtype=dtype) / max(shape[-1], 1) ** 0.5).requires_grad_()
+
+
+def svd_arguments(rows: tuple[int, ...], n: int, m: int, form: str, dtype: torch.dtype = torch.float64) -> tuple:
+    k, shared = min(n, m), form == "compact"
+    U, V = (drawn(n, m, dtype=dtype), None) if shared else (drawn(n, n, dtype=dtype), drawn(m + 1, m, dtype=dtype))
+    signs = torch.randn(2, k, dtype=dtype).sign()
+    x, sigma, bias = (drawn(*shape, dtype=dtype) for shape in ((*rows, m), (k,), (n,)))
+    r_U, r_V = (m, n) if shared else (n, m + 1)
+    kind, blocks = FORMS.index(form), [16, 32]
+    return x, U, sigma, V, bias, signs, kind, blocks, ops.svd_sizes(dtype, n, m, r_U, r_V, kind, *blocks, shared)
+
+
+def householder_arguments(x: torch.Tensor, V: torch.Tensor, transpose: bool, kind: int, k: int) -> tuple:
+    sizes = ops.householder_sizes(V.dtype, *V.shape[-2:], kind, k, V.ndim == 3)
+    return x, V, transpose, kind, k, sizes
+
+
+def gradients(out: torch.Tensor, inputs: tuple) -> tuple[torch.Tensor, ...]:
+    wanted = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    return torch.autograd.grad(out, wanted, torch.randn(out.shape, dtype=out.dtype, generator=generator))
+
+
+@has_core
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("kind", range(3), ids=FORMS)
+@pytest.mark.parametrize("transpose", [False, True], ids=["Q", "transpose"])
+def test_the_operator_is_householder(problem, kind, transpose):
+    x, V = problem.draw(torch.float64, "cpu")
+    if V.ndim > 3 or (V.ndim == 3 and x.shape[:1] != V.shape[:1]):
+        pytest.skip("the operator takes one V, or one for each matrix of x")
+    k = problem.block_size or 32
+    actual = with_gradients(
+        lambda *xV: torch.ops.fasth.householder(*householder_arguments(*xV, transpose, kind, k), True)[0], x, V
+    )
+    expected = with_gradients(
+        lambda x, V: householder(
+            x, blocked.expand_compact(V) if kind == 2 else V, transpose=transpose, triangular=kind > 0
+        ),
+        x,
+        V,
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+@has_core
+@pytest.mark.parametrize("rows", [(3,), (2, 5), (), (300,)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "m"), [(24, 24), (24, 40), (40, 24)], ids=str)
+def test_the_operator_is_svd_linear(rows, form, n, m):
+    arguments = svd_arguments(rows, n, m, form)
+    actual = torch.ops.fasth.svd_linear(*arguments, True)[0]
+    expected = SVD_COMPOSED[FORMS.index(form)](*arguments[:6])
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, arguments), gradients(expected, arguments))
+
+
+@has_core
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [5, 2000], ids=["applied", "formed"])
+@pytest.mark.parametrize("form", ["compact", "full"])
+def test_opcheck(rows, form, threads, set_threads):
+    set_threads(threads)
+    n, m = (40, 170) if rows == 5 else (24, 20)
+    *tensors, kind, blocks, sizes = arguments = svd_arguments((rows,), n, m, form, torch.float32)
+    torch.library.opcheck(torch.ops.fasth.svd_linear, (*arguments, True))
+    reflect = householder_arguments(tensors[0], drawn(m, m, dtype=torch.float32), False, kind, 16)
+    torch.library.opcheck(torch.ops.fasth.householder, (*reflect, True))
+    with torch.no_grad():
+        out, kept, layout = torch.ops.fasth.svd_linear(*arguments, True)
+        plain = [None if t is None else t.detach() for t in (out, *tensors, kept, layout)]
+        rest = kind, blocks, sizes, [True] * 3 + [kind == 0, True]
+        torch.library.opcheck(torch.ops.fasth.svd_linear_backward, (*plain, *rest))
+        out, kept, layout = torch.ops.fasth.householder(*reflect, True)
+        plain = [t.detach() for t in (out, out, reflect[1], kept, layout)]
+        torch.library.opcheck(torch.ops.fasth.householder_backward, (*plain, *reflect[2:], True, True))
+
+
+@has_core
+def test_a_second_derivative_of_the_operators():
+    x, U, sigma, *_ = arguments = svd_arguments((3,), 5, 4, "compact")
+    rest = arguments[3:]
+    assert torch.autograd.gradgradcheck(
+        lambda x, U, sigma: torch.ops.fasth.svd_linear(x, U, sigma, *rest, True)[0], (x, U, sigma), fast_mode=True
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda x, V: torch.ops.fasth.householder(*householder_arguments(x, V, False, 0, 2), True)[0],
+        (x, drawn(3, 4)),
+        fast_mode=True,
+    )
+
+
+@has_core
+@pytest.mark.parametrize(("forward", "backward"), [(1, 3), (3, 1)])
+def test_backward_may_run_on_more_or_fewer_threads(forward, backward, set_threads):
+    arguments = svd_arguments((5,), 200, 200, "compact")
+    expected = gradients(SVD_COMPOSED[2](*arguments[:6]), arguments)
+    set_threads(forward)
+    out = torch.ops.fasth.svd_linear(*arguments, True)[0]
+    set_threads(backward)
+    torch.testing.assert_close(gradients(out, arguments), expected)
+
+
+@has_core
+def test_wrong_arguments_are_errors():
+    x, V = torch.randn(3, 4), torch.randn(4, 4)
+    *_, sizes = householder_arguments(x, V, False, 0, 32)
+    for wrong in (
+        (x.half(), V.half()),
+        (x, V.double()),
+        (x, torch.randn(4, 5)),
+        (x, V[0]),
+        (x.unsqueeze(0), V[None, None]),
+    ):
+        with pytest.raises((TypeError, ValueError), match="should"):
+            torch.ops.fasth.householder(*wrong, False, 0, 32, sizes, False)
+    *tensors, kind, blocks, sizes_of_svd = svd_arguments((3,), 6, 5, "compact")
+    with pytest.raises(ValueError, match="shape"):
+        torch.ops.fasth.svd_linear(tensors[0][:, 1:], *tensors[1:], kind, blocks, sizes_of_svd, False)
+    with pytest.raises(ValueError, match="`sizes` should be"):
+        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 2**62], True)
+    out = torch.ops.fasth.householder(x, V.requires_grad_(), False, 0, 32, sizes, False)[0]
+    with pytest.raises(RuntimeError, match="`keep` should be True"):
+        out.sum().backward()
+
+
+# The layers.
+
+LAYERS = {
+    "compact": lambda: fnn.LinearSVD(12, 10),
+    "full, positive": lambda: fnn.LinearSVD(12, 10, reflectors="full", spectrum=spectrum.positive()),
+    "between": lambda: fnn.LinearSVD(12, 12, bias=False, spectrum=spectrum.between(0.5, 2)),
+    "around": lambda: fnn.LinearSVD(12, 14, spectrum=spectrum.around(1, 0.1)),
+    "normalized": lambda: fnn.LinearSVD(12, 12, spectrum=spectrum.normalized()),
+    "symmetric": lambda: fnn.LinearSymmetric(12),
+    "symmetric, full": lambda: fnn.LinearSymmetric(12, reflectors="full"),
+    "orthogonal": lambda: fnn.LinearOrthogonal(12, 10),
+    "orthogonal, full": lambda: fnn.LinearOrthogonal(12, 14, reflectors="full"),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (3, 4)), fnn.Conv1dSVD(3, 5, 3, padding=1)),
+    "images": lambda: nn.Sequential(nn.Unflatten(1, (1, 3, 4)), fnn.Conv2dSVD(1, 5, 3, padding=1)),
+    "recurrent": lambda: nn.Sequential(nn.Unflatten(1, (3, 4)), fnn.RNNSVD(4, 6, batch_first=True)),
+}
+
+
+def count_of_core(counter: CompileCounterWithBackend) -> int:
+    return sum("fasth" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+
+
+def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def check(model: nn.Module, counter: CompileCounterWithBackend, batches: tuple[int, ...] = BATCHES) -> None:
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    parameters = list(model.parameters())
+    for rows in batches:
+        x = torch.randn(rows, 12, dtype=parameters[0].dtype)
+        actual, expected = output(compiled, x), output(model, x)
+        torch.testing.assert_close(actual, expected)
+        actual, expected = (torch.autograd.grad(out.pow(2).sum(), parameters) for out in (actual, expected))
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_graph_for_all_batch_sizes(name):
+    counter = CompileCounterWithBackend("aot_eager")
+    model = LAYERS[name]().double()
+    check(model, counter)
+    # One for the first batch and one for all others; PyTorch's own convolutions have another from 16 on.
+    assert counter.frame_count <= (3 if name in ("convolution", "images") else 2)
+    assert (count_of_core(counter) > 0) == (native.core() is not None)
+    model.eval()
+    compiled = torch.compile(model, fullgraph=True, backend=CompileCounterWithBackend("aot_eager"))
+    with torch.no_grad():
+        for rows in (4, 70):
+            x = torch.randn(rows, 12, dtype=torch.float64)
+            torch.testing.assert_close(output(compiled, x), output(model, x))
+
+
+def test_inductor():
+    model = nn.Sequential(
+        fnn.LinearSVD(12, 16), nn.Tanh(), fnn.LinearSymmetric(16, reflectors="full"), fnn.LinearOrthogonal(16, 5)
+    ).double()
+    counter = CompileCounterWithBackend("inductor")
+    check(model, counter)
+    assert counter.frame_count <= 2
+    assert (count_of_core(counter) > 0) == (native.core() is not None)
+
+
+def test_without_the_core():
+    done = script(
+        """
+import torch
+import fasth.nn as fnn
+from test_compile import LAYERS, check, count_of_core, CompileCounterWithBackend
+
+counter = CompileCounterWithBackend("aot_eager")
+check(LAYERS["compact"]().double(), counter, (3, 5, 100))
+print(counter.frame_count, count_of_core(counter))
+""",
+        FASTH_CORE="off",
+    )
+    assert done.split() == ["2", "0"]
+
+
+def test_other_dtypes_and_transforms_take_the_traced_path():
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = fnn.LinearSVD(12, 12)
+    half = fnn.LinearSVD(12, 12, dtype=torch.bfloat16)
+    x = torch.randn(3, 12)
+    torch.compile(half, fullgraph=True, backend=counter)(x.bfloat16())
+    ensemble = torch.compile(torch.func.vmap(lambda x: layer(x)), fullgraph=True, backend=counter)
+    torch.testing.assert_close(ensemble(x.unsqueeze(0)), layer(x).unsqueeze(0))
+    total = torch.compile(torch.func.grad(lambda x: layer(x).pow(2).sum()), fullgraph=True, backend=counter)
+    torch.testing.assert_close(total(x), torch.func.grad(lambda x: layer(x).pow(2).sum())(x))
+    assert count_of_core(counter) == 0
+
+
+def test_all_sizes_symbolic():
+    compiled = torch.compile(householder, fullgraph=True, dynamic=True, backend="aot_eager")
+    for x_shape, V_shape in (((3, 8), (8, 8)), ((100, 9), (4, 9)), ((2, 3, 5), (2, 7, 5)), ((3, 5), (2, 7, 5))):
+        x, V = drawn(*x_shape), drawn(*V_shape)
+        torch.testing.assert_close(with_gradients(compiled, x, V), with_gradients(householder, x, V))
+
+
+def test_under_autocast():
+    counter = CompileCounterWithBackend("aot_eager")
+    layer, x = fnn.LinearSVD(12, 12), torch.randn(3, 12)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x), layer(x))
+        torch.testing.assert_close(compiled(x.bfloat16()), layer(x.bfloat16()))

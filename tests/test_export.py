@@ -1,0 +1,58 @@
+"""Models that leave Python: ``torch.export``, saved and loaded, and ONNX."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import script
+from torch import nn
+
+import fasth
+import fasth.nn as fnn
+from fasth import spectrum
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        fnn.LinearSVD(12, 16, spectrum=spectrum.between(0.5, 2)),
+        nn.Tanh(),
+        fnn.LinearSymmetric(16),
+        fnn.LinearOrthogonal(16, 9),
+        fnn.LinearSVD(9, 12, reflectors="full"),
+        nn.Unflatten(1, (1, 3, 4)),
+        fnn.Conv2dSVD(1, 2, 3, padding=1),
+    ).eval()
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_an_exported_model_runs_without_fasth(strict, tmp_path):
+    ours, file = model(), tmp_path / "model.pt2"
+    batch = torch.export.Dim("batch", max=4096)
+    program = torch.export.export(ours, (torch.randn(4, 12),), dynamic_shapes=({0: batch},), strict=strict)
+    torch.export.save(program, file)
+    inputs = [torch.randn(rows, 12) for rows in (1, 3, 200)]
+    torch.save([(x, ours(x).detach()) for x in inputs], tmp_path / "expected.pt")
+    script(f"""
+import sys, torch
+
+loaded = torch.export.load({str(file)!r}).module()
+for x, expected in torch.load({str(tmp_path / "expected.pt")!r}):
+    torch.testing.assert_close(loaded(x), expected, rtol=1e-4, atol=1e-5)
+assert not any(name.split(".")[0] == "fasth" for name in sys.modules)
+""")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("convert", [fasth.to_dense, lambda model: model], ids=["dense", "factored"])
+def test_onnx(convert, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    ours, file = model(), tmp_path / "model.onnx"
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.onnx.export(convert(ours), (torch.randn(4, 12),), file, dynamo=True, verbose=False, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for rows in (2, 70):
+        x = torch.randn(rows, 12)
+        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), ours(x).detach(), rtol=1e-4, atol=1e-5)
