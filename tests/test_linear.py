@@ -744,3 +744,10 @@ def test_repr() -> None:
 def test_errors_say_what_was_expected(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("layer", [LinearSVD(4, 4), LinearSymmetric(4), LinearOrthogonal(4, 4)])
+def test_inverse_of_a_wrong_shape(layer: Any) -> None:
+    for shape in ((2, 5), (2, 1), ()):
+        with pytest.raises(ValueError, match="`y` should have last dimension 4"):
+            layer.inverse(torch.randn(shape))

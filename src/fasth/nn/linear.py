@@ -49,6 +49,8 @@ class _Linear(Factored):
         About the cost of the forward pass. A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
         """
         self._check_square("inverse")
+        if y.ndim < 1 or y.shape[-1] != self.out_features:
+            raise ValueError(f"`y` should have last dimension {self.out_features}; got shape {tuple(y.shape)}")
         y = y if self.bias is None else y - self.bias
         return (self._inverse() @ y.unsqueeze(-1)).squeeze(-1)
 
