@@ -262,6 +262,9 @@ def _rows(results: dict[str, Any]) -> Figure:
 def _bars(axes: Axes, records: Sequence[Record], value: str, form: Callable[[float], str], scale: float = 1.0) -> None:
     """Horizontal bars, the smallest on top, each with its value; ours in our colour."""
     ordered = sorted((r for r in records if r[value]), key=lambda r: -r[value])
+    if not ordered:
+        axes.text(0.5, 0.5, "nothing above zero was measured", ha="center", transform=axes.transAxes)
+        return
     names = [r["name"] for r in ordered]
     colors = [STYLES[OURS].color if n.startswith("fasth") else "#B8B8B8" if n != LINEAR.name else "#777777"
               for n in names]  # fmt: skip
