@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fasth import reflections
 from fasth.reflections import tuned
-from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, even_block_size
+from fasth.reflections.tuning import MANY_ROWS, block_size_by_rule, crossover_by_rule, even_block_size
 
 _GAIN = 0.97  # another block size than the default should be faster by more than noise
 
@@ -47,7 +47,7 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     generator = torch.Generator().manual_seed(d)
     V = torch.randn(d, d, generator=generator).triu().to(device, dtype).requires_grad_()
     times = _by_block_size(V, rows)
-    default = block_size_by_rule(d)
+    default = block_size_by_rule(d, device.type == "cpu", rows >= MANY_ROWS)
     best = min(times, key=lambda k: times[k])
     best = best if times[best] < _GAIN * times[default] else default
     by_rule = {triangular: crossover_by_rule(d, d, triangular) for triangular in (False, True)}

@@ -55,7 +55,9 @@ def householder(
     """
     if block_size is None and native.usable(x, V) and _usual(x, V, triangular):  # the shortest way, for small steps
         kind = native.TRIANGULAR if triangular else native.FULL
-        return native.householder(x, V, transpose=transpose, kind=kind, block_size=default_block_size(V.shape[0], V))
+        return native.householder(
+            x, V, transpose=transpose, kind=kind, block_size=default_block_size(V.shape[0], V, x.numel() // V.shape[1])
+        )
     _check(x, V, block_size)
     if _autocast(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
@@ -86,7 +88,7 @@ def householder_compact(
         return x @ (Qt.mT if transpose else Qt)
     core = _core_for(x, V)
     if core is not None:
-        k = min(block_size or default_block_size(min(V.shape), V), max(V.shape[0], 1))
+        k = min(block_size or default_block_size(min(V.shape), V, x.numel() // d), max(V.shape[0], 1))
         return core(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
     V = blocked.expand_compact(V)
     return householder(x, V, transpose=transpose, triangular=True, block_size=block_size)
@@ -179,7 +181,7 @@ def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_
 
 
 def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
-    k = min(block_size or default_block_size(V.shape[-2], V), max(V.shape[-2], 1))
+    k = min(block_size or default_block_size(V.shape[-2], V, x.numel() // V.shape[-1]), max(V.shape[-2], 1))
     core = _core_for(x, V)
     kind = native.TRIANGULAR if triangular else native.FULL
     if core is not None and V.ndim == 2:

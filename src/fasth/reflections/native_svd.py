@@ -75,7 +75,7 @@ def _forward(
     else:
         (r_U, n), (r_V, m) = U.shape, V.shape
     size = x.numel()
-    blocks = default_block_size(min(r_V, m), U), default_block_size(min(r_U, n), U)
+    blocks = (default_block_size(min(r, d), U, size // m) for r, d in ((r_V, m), (r_U, n)))
     problem = (size // m, m, n, r_V, r_U, kind, *blocks, sigma.shape[0])
     factors = locate(U, sigma, V, signs)
     threads = torch.get_num_threads()

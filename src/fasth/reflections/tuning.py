@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fasth.reflections import tuned
 
+MANY_ROWS = 512
 
-def default_block_size(r: int, like: Tensor | None = None) -> int:
-    """The block size for r reflections.
+
+def default_block_size(r: int, like: Tensor | None = None, rows: int = 32) -> int:
+    """The block size for r reflections of so many rows.
 
     Args:
         like: a tensor with the device and dtype of the work; float32 on the CPU if left out.
@@ -24,15 +26,16 @@ def default_block_size(r: int, like: Tensor | None = None) -> int:
     if torch.compiler.is_compiling():
         return block_size_by_rule(r, on_cpu)
     found = _tuned(r, like)
-    return _remembered_rule(r, on_cpu) if found is None else found.block_size
+    return _remembered_rule(r, on_cpu, rows >= MANY_ROWS) if found is None else found.block_size
 
 
-def block_size_by_rule(r: int, on_cpu: bool = True) -> int:
+def block_size_by_rule(r: int, on_cpu: bool = True, many_rows: bool = False) -> int:
     """Wide enough for products to pay, and even: 33 reflections are 17 + 16, not 32 + 1.
 
-    On other devices, where every product in sequence is a launch, many reflections come in wider blocks.
+    Many reflections come in wider blocks where there are many rows, beside which the small products of a block do not
+    count, and on other devices, where every product in sequence is a launch.
     """
-    return even_block_size(r, 32 if on_cpu or r <= 1024 else 64)
+    return even_block_size(r, 64 if r > 1024 and (many_rows or not on_cpu) else 32)
 
 
 _remembered_rule = functools.cache(block_size_by_rule)  # for eager calls: torch.compile warns of a cache
