@@ -1,4 +1,4 @@
-"""Neural networks that have SVDs: orthogonal and SVD-parametrised weights at about the cost of ``nn.Linear``."""
+"""Neural networks that have SVDs: orthogonal and SVD-parametrised weights, exact and fast."""
 
 from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
