@@ -225,3 +225,13 @@ def test_bad_arguments(path: str, change: dict[str, Tensor]) -> None:
     tensors = draw(Shape((5,), 8, 8), "shared", torch.float32, "cpu")
     with pytest.raises((ValueError, TypeError), match="should have"):
         actual(tensors | change, "shared")
+
+
+@pytest.mark.parametrize(("n", "m"), [(1024, 1056), (1088, 1024), (1030, 1030)])
+def test_gradients_too_large_for_the_caches(path: str, n: int, m: int) -> None:
+    """They are written past them, where they lie such that they can be. The twin is a product with the dense weight."""
+    tensors = draw(Shape((8,), n, m), "shared", torch.float32, "cpu")
+    tensors["U"] = tensors["U"].detach().mul(0.05).requires_grad_()
+    W = svd_dense(tensors["U"], tensors["sigma"], signs=tensors["signs"])
+    twin = with_gradients(torch.nn.functional.linear(tensors["x"], W, tensors["bias"]), tensors)
+    assert_all_close(with_gradients(actual(tensors, "shared"), tensors), tuple(t.double() for t in twin), n + m)
