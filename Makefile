@@ -64,12 +64,12 @@ $(VENV)/.tools: pyproject.toml constraints.txt
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	rm -f $@
 	$(PIP) install --quiet $(TOOLS)
-	$(PIP) install --quiet --no-build-isolation -Cwheel.cmake=false -e .[dev,reproduce]
+	$(PIP) install --quiet --no-build-isolation --config-settings=wheel.cmake=false -e .[dev,reproduce]
 	touch $@
 
 # The package again, now with its core compiled.
 $(VENV)/.stamp: $(VENV)/.tools $(NATIVE)
-	$(PIP) install --quiet --no-deps --no-build-isolation -Cbuild-dir=$(CORE) -e .
+	$(PIP) install --quiet --no-deps --no-build-isolation --config-settings=build-dir=$(CORE) -e .
 	touch $@
 
 # What the benchmarks compare with. Without their dependencies: torch is there, and tensorboard is not needed.
