@@ -103,10 +103,8 @@ class Spectra(Mapping[str, LayerSpectrum]):
         for name, layer in self.items():
             values = layer.singular_values.flatten().sort(descending=True).values.double().cpu()
             place = torch.linspace(0, 1, len(values)) if len(values) > 1 else torch.zeros(1)
-            shape = "×".join(map(str, layer.shape))
-            ax.plot(
-                place.tolist(), values.tolist(), label=f"{name or 'model'}, {shape}", marker="." * (len(values) < 2)
-            )
+            label = f"{name or 'model'}, {_times(layer.shape)}"
+            ax.plot(place.tolist(), values.tolist(), label=label, marker="." * (len(values) < 2))
         ax.update_datalim([(0, 0)])  # show zero; limits that were set would cut off what is drawn there later
         ax.autoscale_view()
         ax.set(xlabel="from the largest to the smallest", ylabel="singular value")
