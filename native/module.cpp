@@ -1,298 +1,304 @@
-// The Python module: addresses, sizes and strides of CPU tensors in, results written in place. src/fasth/reflections/
-// native.py checks every argument before it calls.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/tuple.h>
-
-#include <array>
-#include <atomic>
-#include <string>
-#include <vector>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+// The Python module: tensors in, new tensors out. Every size, stride and dtype is checked here, before anything is read.
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
 
-#include "reflections.hpp"
+#include <string>
 
-namespace nb = nanobind;
+#include "run.hpp"
+#include "tensors.hpp"
+
 using namespace fasth;
 
 namespace {
 
-using Strides = std::array<Index, 3>; // batch, row, column
-
-// OpenMP's threads do not survive a fork, and starting them anew in the child would wait for ever.
-std::atomic<bool> forked{false};
-
-template <class T> Strided<T> matrix(std::uintptr_t address, const Strides &strides, Index b) {
-    T *const data = reinterpret_cast<T *>(address);
-    return {data ? data + b * strides[0] : nullptr, strides[1], strides[2]};
+void expect(bool fine, const char *what) {
+    if (!fine) throw nb::value_error(what);
+}
+template <class T> void expect_dtype(const Tensor &t) {
+    if (t.here() && !(t.of<T>() && t.on_cpu()))
+        throw nb::type_error("all tensors should be on the CPU and of one dtype, float32 or float64");
+}
+// action(T()), with T the type of the tensor's numbers.
+template <class Action> nb::object by_dtype(const Tensor &t, const Action &action) {
+    return t.of<double>() ? action(double()) : action(float());
 }
 
-// A batch is done by one team for all its matrices in turn, or, when there are many, with one matrix a thread.
-struct Plan {
-    int teams, members;
+// A tensor as (B, rows, columns). If V has no batch, all of t is rows.
+template <class T> Batch<T> batch_of(const Tensor &t, int V_dims) {
+    if (!t.here()) return {};
+    if (t.dims() != V_dims) return in_rows(t.data<T>(), t.rows(), t.size(-1));
+    return {t.data<T>(), V_dims == 3 ? t.stride(0) : 0, t.stride(-2), t.stride(-1)};
+}
+Tensor as_rows(nb::handle t, int V_dims) {
+    Tensor rows(t);
+    return rows.here() && rows.dims() == V_dims ? std::move(rows) : std::move(rows).in_rows();
+}
+
+// x: (*, d) and V: (r, d), or x: (B, m, d) and V: (B, r, d).
+template <class T> Reflection<T> reflection(const Tensor &x, const Tensor &V, bool transpose, int kind, Index k, int threads) {
+    expect_dtype<T>(x), expect_dtype<T>(V);
+    const bool batch = V.dims() == 3;
+    expect(batch ? x.dims() == 3 && x.size(0) == V.size(0) : V.dims() == 2 && x.dims() > 0,
+           "the rows should be (*, d) and V (r, d), or (b, m, d) and (b, r, d)");
+    expect(x.size(-1) == V.size(-1) && V.size(-1) > 0, "the rows and the reflectors should have one length, at least 1");
+    expect(kind >= 0 && kind < 3 && k > 0 && threads > 0, "unknown kind of reflectors, or a block or team of none");
+    const Index m = batch ? x.size(1) : x.rows();
+    const Problem p{m, V.size(-2), V.size(-1), Kind(kind), transpose, k, Problem::half_panel<T>};
+    return {p, batch ? V.size(0) : 1, threads};
+}
+
+// What is kept for the way back, with a last number that says what it is: in a tensor that was given; in a new one, if there
+// is to be one; or nowhere.
+template <class T> class Keeping {
+  public:
+    Tensor memory;
+    explicit Keeping(nb::handle where) : given(!PyBool_Check(where.ptr())), wanted(where.ptr() == Py_True) {
+        if (given) memory = Tensor(where);
+    }
+    // What is best kept, in the given memory or in new memory of at most so much room.
+    template <class Work> int plan(const Work &work, const Tensor &like, Index room) {
+        if (!given && !wanted) return nothing_kept;
+        if (given) expect_dtype<T>(memory), expect(memory.dims() == 1 && memory.contiguous(), "`kept` should be a vector");
+        if (given) room = memory.numel() - 1;
+        if (room < 0) return nothing_kept; // no matrices, and so no memory
+        const int kept = work.best_kept(room);
+        expect(!given || work.size(kept) <= room, "`sizes` should be those of the weight: there is no room for what is kept");
+        if (wanted && kept != nothing_kept) memory = like.new_vector(work.size(kept) + 1);
+        return kept;
+    }
+    template <class Work> void finish(const Work &work, int kept) const {
+        if (!memory.has_memory()) return;
+        const Index last = memory.numel() - 1;
+        if (given) work.clear(memory.data<T>(), last, kept); // an operator of PyTorch gives back all of it
+        memory.data<T>()[last] = T(kept);
+    }
+
+  private:
+    bool given, wanted;
 };
-Plan plan_for(Index batch, Index operations, Index panels, int threads) {
-    if (forked || operations < Index(1) << 19) threads = 1; // the latter: too little to share
-    if (batch >= threads) return {int(std::max<Index>(1, std::min<Index>(threads, batch))), 1};
-    return {1, int(std::min<Index>(threads, panels))};
-}
-Plan plan_for(const Problem &p, Index batch, int threads) {
-    return plan_for(batch, batch * p.m * p.reflectors() * p.d, (p.half_panels() + 1) / 2, threads);
-}
 
-// What a team needs for one problem.
-template <class T> struct Bench {
-    Workspace<T> shared;
-    std::vector<typename Workspace<T>::Own> own;
-    Bench(const Problem &p, int members, int sets, Arena &arena) : shared(p, members, sets, arena) {
-        for (int i = 0; i < members; ++i) own.push_back(Workspace<T>::own(p, members, sets, arena));
+// The memory as it comes back, wherever a hook may have put it, and what is in it.
+template <class T> struct Found {
+    Tensor memory;
+    int kept = nothing_kept;
+    template <class Work> Found(nb::handle object, const Work &work) : memory(Tensor(object).in_rows()) {
+        expect_dtype<T>(memory);
+        if (!memory.has_memory()) return;
+        const Index last = memory.numel() - 1;
+        const T code = memory.data<T>()[last];
+        expect(code >= nothing_kept && code <= most_threads && work.size(int(code)) <= last, "what was kept is not that any more");
+        kept = int(code);
     }
-    Member<T> member(const Problem &p, Team &team, Strided<const T> V) const {
-        return {p, team, V, shared, own[std::size_t(team.rank)]};
-    }
+
+  private:
+    static constexpr T most_threads = T(1 << 20);
 };
 
-// Runs work(bench, team, b) for every matrix of the batch, where a bench is what lay_out(members, arena) gives. Says how
-// many members each team had.
-template <class LayOut, class Work> int for_batch(const Plan &plan, Index batch, const LayOut &lay_out, const Work &work) {
-    Arena arena;
-    std::vector<decltype(lay_out(1, arena))> benches;
-    for (const bool counting : {true, false}) {
-        benches.clear();
-        for (int team = 0; team < plan.teams; ++team) benches.push_back(lay_out(plan.members, arena));
-        if (counting) arena.provide();
+// What the way back does with what comes from the way forward: tensors that hooks may have changed.
+template <class Work> nb::object with_saved(const Work &work) {
+    try {
+        return work();
+    } catch (const nb::builtin_exception &error) {
+        throw std::runtime_error(std::string("a saved tensor should come back as it was: ") + error.what());
     }
-    Team::Meeting meeting;
-    const bool many = plan.teams > 1;
-    const auto run = [&](int thread) {
-        Team team(plan.members, many ? 0 : thread, meeting);
-        for (Index b = many ? thread : 0; b < batch; b += many ? plan.teams : 1) {
-            work(benches[std::size_t(many ? thread : 0)], team, b);
-            team.meet();
-        }
-    };
-    const int running = plan.teams * plan.members;
-#ifdef _OPENMP
-    if (running > 1) {
-        std::atomic<bool> complete{true};
-#pragma omp parallel num_threads(running)
+}
+
+// The output, and what is kept, a tensor or None. `keep`: a tensor to keep it in, or whether to keep it.
+nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int kind, Index k, int threads, nb::handle keep) {
+    const Tensor V(V_), x = as_rows(x_, V.dims());
+    return by_dtype(x, [&](auto zero) {
+        using T = decltype(zero);
+        const Reflection<T> work = reflection<T>(x, V, transpose, kind, k, threads);
+        const Tensor out = x.new_rows();
+        Keeping<T> keeping(keep);
+        int kept = keeping.plan(work, x, x.numel() + V.numel()); // V and the output are kept anyway: as much again
         {
-            if (omp_get_num_threads() == running)
-                run(omp_get_thread_num());
-            else
-                complete = false; // fewer threads than asked for, as inside another parallel region
+            nb::gil_scoped_release release;
+            T *const memory = keeping.memory.template data<T>();
+            kept = work.forward(batch_of<const T>(x, V.dims()), batch_of<const T>(V, V.dims()), out.data<T>(), memory, kept);
+            keeping.finish(work, kept);
         }
-        return complete ? plan.members : for_batch({1, 1}, batch, lay_out, work);
-    }
-#endif
-    run(0);
-    return 1;
+        return nb::make_tuple(out.object, keeping.memory.or_none());
+    });
 }
 
-template <class T> Problem problem(Index m, Index r, Index d, int kind, bool transpose, Index k) {
-    return {m, r, d, Kind(kind), transpose, k, Problem::half_panel<T>};
-}
-
-// How much to keep of each matrix, with the rows after every block or without, if all may take `room`; 0 if nothing.
-template <class T>
-std::pair<Index, bool> plan(Index m, Index r, Index d, int kind, bool transpose, Index k, Index batch, int threads, Index room) {
-    const Problem p = problem<T>(m, r, d, kind, transpose, k);
-    const int members = plan_for(p, batch, threads).members;
-    for (const bool with_states : {true, false})
-        if (const Index size = Kept<T>::size(p, members, with_states); batch * size <= room) return {size, with_states};
-    return {0, false};
-}
-
-// Gives back for how many members the states were kept, 0 if there are none.
-template <class T>
-int forward(Index m, Index r, Index d, int kind, bool transpose, Index k, Index batch, int threads, std::uintptr_t x,
-            const Strides &x_strides, std::uintptr_t V, const Strides &V_strides, std::uintptr_t out, std::uintptr_t kept,
-            Index kept_size, bool with_states) {
-    nb::gil_scoped_release release;
-    const Problem p = problem<T>(m, r, d, kind, transpose, k);
-    const Strides out_strides{p.m * p.d, p.d, 1};
-    const Plan plan = plan_for(p, batch, threads);
-    const int members = for_batch(
-        plan, batch, [&](int size, Arena &arena) { return Bench<T>(p, size, 1, arena); },
-        [&](const Bench<T> &bench, Team &team, Index b) {
-            T *const memory = kept ? reinterpret_cast<T *>(kept) + b * kept_size : nullptr;
-            Member<T> member = bench.member(p, team, matrix<const T>(V, V_strides, b));
-            member.load(matrix<const T>(x, x_strides, b));
-            member.forward({p, memory, team.size, team.rank, with_states && team.size == plan.members});
-            member.store(matrix<T>(out, out_strides, b));
-        });
-    return with_states && members == plan.members ? members : 0;
-}
-
-// `members` is what `forward` gave back.
-template <class T>
-void backward(Index m, Index r, Index d, int kind, bool transpose, Index k, Index batch, int threads, std::uintptr_t gradient,
-              const Strides &gradient_strides, std::uintptr_t output, std::uintptr_t V, const Strides &V_strides,
-              std::uintptr_t kept, Index kept_size, int members, std::uintptr_t dx, std::uintptr_t dV, const Strides &dV_strides) {
-    nb::gil_scoped_release release;
-    const Problem p = problem<T>(m, r, d, kind, transpose, k);
-    const Strides rows{p.m * p.d, p.d, 1};
-    for_batch(
-        plan_for(p, batch, threads), batch, [&](int size, Arena &arena) { return Bench<T>(p, size, dV ? 2 : 1, arena); },
-        [&](const Bench<T> &bench, Team &team, Index b) {
-            T *const memory = kept ? reinterpret_cast<T *>(kept) + b * kept_size : nullptr;
-            Member<T> member = bench.member(p, team, matrix<const T>(V, V_strides, b));
-            member.load(matrix<const T>(gradient, gradient_strides, b));
-            if (dV) member.load(matrix<const T>(output, rows, b), 1);
-            member.backward({p, memory, team.size, team.rank, team.size == members}, matrix<T>(dV, dV_strides, b));
-            if (dx) member.store(matrix<T>(dx, rows, b));
-        });
-}
-
-// Zeros where `forward` wrote nothing: between the parts of what is kept, beside the last columns, and behind all of it, up
-// to `size`. What an operator of PyTorch gives back should not be what happened to be in memory.
-template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int members) {
-    std::fill(memory + p.reflectors(), memory + round_up(p.reflectors(), padding), T(0));
-    Index end = Kept<T>::size(p, 1, false);
-    if (members && p.blocks()) {
-        end = Kept<T>::size(p, members, true);
-        for (int rank = 0; rank < members; ++rank) {
-            const Columns own(p, members, rank);
-            const Kept<T> kept(p, memory, members, rank, true);
-            const Index used = own.panels ? own.to(own.panels - 1) : own.W;
-            for (Index step = 0; used < own.W && step + 1 < p.blocks(); ++step) {
-                const Index block = p.block_at(step, p.transpose), panels = own.panels - own.first_panel(p, block);
-                T *const last = kept.state_of(p, own, block) + (panels - 1) * p.m * own.W;
-                for (Index i = 0; panels > 0 && i < p.m; ++i) std::fill(last + i * own.W + used, last + (i + 1) * own.W, T(0));
+// The gradients of x and V, or None. `out`, for that of V, and `memory` are what `householder` gave back.
+nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, nb::handle memory, bool transpose, int kind,
+                                Index k, int threads, bool needs_x, bool needs_V) {
+    const Tensor V(V_), g = as_rows(g_, V.dims()), out = Tensor(out_).in_rows();
+    return with_saved([&] {
+        return by_dtype(g, [&](auto zero) {
+            using T = decltype(zero);
+            const Reflection<T> work = reflection<T>(g, V, transpose, kind, k, threads);
+            expect_dtype<T>(out);
+            expect(!needs_V || (out.here() && out.numel() == g.numel()), "the output has another shape");
+            const Found<T> found(memory, work);
+            const Tensor dx = needs_x ? g.new_rows() : Tensor();
+            const Tensor dV = !needs_V ? Tensor() : kind == int(Kind::compact) ? V.new_zeros_like() : V.new_like();
+            {
+                nb::gil_scoped_release release;
+                work.backward(batch_of<const T>(g, V.dims()), out.data<const T>(), batch_of<const T>(V, V.dims()),
+                              found.memory.template data<T>(), found.kept, dx.data<T>(), batch_of<T>(dV, V.dims()));
             }
-        }
+            return nb::make_tuple(dx.or_none(), dV.or_none());
+        });
+    });
+}
+
+// How much is kept at least of any number of rows, of each matrix.
+Index least_kept(Index r, Index d, int kind, Index k) {
+    return kept_size<float>({0, r, d, Kind(kind), false, k, Problem::half_panel<float>}, factors_kept);
+}
+
+// W: (n, m) as U Σ Vᵀ. Without V, U is the (n, m) matrix that holds both sides, compact.
+struct Factors {
+    Tensor U, sigma, V, signs;
+    int kind;
+    Index U_block, V_block;
+
+    Factors(nb::handle U, nb::handle sigma, nb::handle V, nb::handle signs, int kind, Index U_block, Index V_block)
+        : U(U), sigma(Tensor(sigma).in_rows()), V(V), signs(Tensor(signs).in_rows()), kind(kind), U_block(U_block),
+          V_block(V_block) {}
+
+    Index n() const { return U.size(V.here() ? 1 : 0); }
+    Index m() const { return V.here() ? V.size(1) : U.size(1); }
+    Index U_reflectors() const { return U.size(V.here() ? 0 : 1); }
+    Index V_reflectors() const { return V.here() ? V.size(0) : U.size(0); }
+
+    // U's reflectors, or V's, in a tensor that lies as U or V does. Of one that both share, U's are the columns.
+    template <class T> Strided<T> U_side(const Tensor &t) const {
+        if (!t.here()) return {};
+        return {t.data<T>(), t.stride(V.here() ? 0 : 1), t.stride(V.here() ? 1 : 0)};
     }
-    std::fill(memory + end, memory + size, T(0));
-}
-template <class T>
-void clear(Index m, Index r, Index d, int kind, bool transpose, Index k, Index batch, std::uintptr_t kept, Index kept_size,
-           int members, Index all) {
-    T *const memory = reinterpret_cast<T *>(kept);
-    const Problem p = problem<T>(m, r, d, kind, transpose, k);
-    for (Index b = 0; b < batch && kept_size; ++b) clear_gaps(p, memory + b * kept_size, kept_size, members);
-    std::fill(memory + batch * kept_size, memory + all, T(0));
-}
+    template <class T> static Strided<T> V_side(const Tensor &t) {
+        if (!t.here()) return {};
+        return {t.data<T>(), t.stride(0), t.stride(1)};
+    }
 
-// W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have the same
-// team, and a member has the same columns of both.
-template <class T> struct Factors {
-    Problem V, U;
-    Diagonal<T> diagonal;
-    Plan plan;
-    struct Benches {
-        Bench<T> V, U;
-    };
-
-    Factors(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind, Index V_block, Index U_block,
-            Index k, int threads, std::uintptr_t sigma = 0, std::uintptr_t signs = 0)
-        : V(problem<T>(m, V_reflectors, n_in, kind, true, V_block)), U(problem<T>(m, U_reflectors, n_out, kind, false, U_block)),
-          diagonal{reinterpret_cast<const T *>(sigma), reinterpret_cast<const T *>(signs), k},
-          plan(plan_for(1, m * (V.reflectors() * V.d + U.reflectors() * U.d),
-                        (std::min(V.half_panels(), U.half_panels()) + 1) / 2, threads)) {}
-
-    // Kept, in this order: the rows after the first product, those after the second, what each keeps besides.
-    Index U_output() const { return round_up(V.m * V.d, 16); }
-    Index V_kept() const { return U_output() + round_up(U.m * U.d, 16); }
-    Index U_kept(bool with_states) const { return V_kept() + Kept<T>::size(V, plan.members, with_states); }
-    Index size(bool with_states) const { return U_kept(with_states) + Kept<T>::size(U, plan.members, with_states); }
-    auto lay_out(int sets) const {
-        return [this, sets](int size, Arena &arena) { return Benches{{V, size, sets, arena}, {U, size, sets, arena}}; };
+    const char *wrong(const Tensor &bias) const {
+        if (U.dims() != 2 || (V.here() && V.dims() != 2) || sigma.dims() != 1) return "U and V should be matrices, sigma a vector";
+        const Index k = sigma.size(0);
+        if (n() < 1 || m() < 1 || k > std::min(n(), m())) return "a weight should have at most min(n, m) singular values";
+        if (signs.here() && !(signs.dims() == 2 && signs.size(0) == 2 && signs.size(1) == k))
+            return "there should be two rows of signs, as many as singular values";
+        if (bias.here() && !(bias.dims() == 1 && bias.size(0) == n())) return "the bias should be as long as W has rows";
+        if (kind < 0 || kind > 2 || U_block < 1 || V_block < 1) return "unknown kind of reflectors, or a block of none";
+        return nullptr;
+    }
+    template <class T> Weight<T> weight(Index rows, const Tensor &bias, int threads) const {
+        for (const Tensor *t : {&U, &sigma, &V, &signs, &bias}) expect_dtype<T>(*t);
+        if (const char *const what = wrong(bias)) throw nb::value_error(what);
+        expect(threads > 0, "a team of none");
+        const Index H = Problem::half_panel<T>;
+        const Problem V_problem{rows, V_reflectors(), m(), Kind(kind), true, V_block, H};
+        const Problem U_problem{rows, U_reflectors(), n(), Kind(kind), false, U_block, H};
+        const Diagonal<T> diagonal{sigma.data<const T>(), signs.data<const T>(), sigma.size(0)};
+        return {V_problem, U_problem, V_side<const T>(V.here() ? V : U), U_side<const T>(U), diagonal, threads};
     }
 };
 
-// How much to keep, where in it the second product's part starts, and whether with the rows after every block.
-template <class T>
-std::tuple<Index, Index, bool> svd_plan(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind,
-                                        Index V_block, Index U_block, Index k, int threads, Index room) {
-    const Factors<T> f(m, n_in, n_out, V_reflectors, U_reflectors, kind, V_block, U_block, k, threads);
-    const bool with_states = f.size(true) <= room;
-    return {f.size(with_states), f.U_kept(with_states), with_states};
-}
+constexpr Index always_kept = Index(1) << 18; // so many numbers are kept without asking whether they are worth it
 
-template <class T>
-int svd_forward(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind, Index V_block, Index U_block,
-                Index k, int threads, std::uintptr_t x, const Strides &x_strides, std::uintptr_t V, const Strides &V_strides,
-                std::uintptr_t sigma, std::uintptr_t signs, std::uintptr_t U, const Strides &U_strides, std::uintptr_t bias,
-                std::uintptr_t out, std::uintptr_t kept, Index U_kept, bool with_states) {
-    nb::gil_scoped_release release;
-    const Factors<T> f(m, n_in, n_out, V_reflectors, U_reflectors, kind, V_block, U_block, k, threads, sigma, signs);
-    T *const memory = reinterpret_cast<T *>(kept);
-    const int members = for_batch(f.plan, 1, f.lay_out(1), [&](const auto &benches, Team &team, Index) {
-        const bool states = with_states && team.size == f.plan.members;
-        Member<T> v = benches.V.member(f.V, team, matrix<const T>(V, V_strides, 0));
-        Member<T> u = benches.U.member(f.U, team, matrix<const T>(U, U_strides, 0));
-        v.load(matrix<const T>(x, x_strides, 0));
-        v.forward({f.V, kept ? memory + f.V_kept() : nullptr, team.size, team.rank, states});
-        u.load_scaled(v, f.diagonal);
-        u.forward({f.U, kept ? memory + U_kept : nullptr, team.size, team.rank, states});
-        if (kept) {
-            v.store({memory, n_in, 1});
-            u.store({memory + f.U_output(), n_out, 1});
+// x Wᵀ + bias, and what is kept, as for `householder`.
+nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs, int kind,
+                      Index U_block, Index V_block, int threads, nb::handle keep) {
+    const Tensor x = Tensor(x_).in_rows(), bias = Tensor(bias_).in_rows();
+    const Factors factors(U, sigma, V, signs, kind, U_block, V_block);
+    return by_dtype(x, [&](auto zero) {
+        using T = decltype(zero);
+        expect_dtype<T>(x);
+        expect(x.dims() > 0 && factors.U.dims() == 2 && x.size(-1) == factors.m(), "x should be as wide as W");
+        const Weight<T> work = factors.weight<T>(x.rows(), bias, threads);
+        const Tensor out = x.new_with_last(factors.n());
+        Keeping<T> keeping(keep);
+        const Index room = 2 * (x.numel() + factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0));
+        int kept = keeping.plan(work, x, std::max(room, always_kept));
+        {
+            nb::gil_scoped_release release;
+            T *const memory = keeping.memory.template data<T>();
+            kept = work.forward(x.data<const T>(), bias.data<const T>(), out.data<T>(), memory, kept);
+            keeping.finish(work, kept);
         }
-        u.store({reinterpret_cast<T *>(out), n_out, 1}, reinterpret_cast<const T *>(bias));
-    });
-    return with_states && members == f.plan.members ? members : 0;
-}
-
-template <class T>
-void svd_clear(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind, Index V_block, Index U_block,
-               Index k, std::uintptr_t kept, Index U_kept, int members, Index all) {
-    const Factors<T> f(m, n_in, n_out, V_reflectors, U_reflectors, kind, V_block, U_block, k, 1);
-    T *const memory = reinterpret_cast<T *>(kept);
-    std::fill(memory + m * n_in, memory + f.U_output(), T(0));
-    std::fill(memory + f.U_output() + m * n_out, memory + f.V_kept(), T(0));
-    clear_gaps(f.V, memory + f.V_kept(), U_kept - f.V_kept(), members);
-    clear_gaps(f.U, memory + U_kept, all - U_kept, members);
-}
-
-// Any of the gradients may be left out; that of x or V needs that of sigma.
-template <class T>
-void svd_backward(Index m, Index n_in, Index n_out, Index V_reflectors, Index U_reflectors, int kind, Index V_block,
-                  Index U_block, Index k, int threads, std::uintptr_t gradient, const Strides &gradient_strides, std::uintptr_t V,
-                  const Strides &V_strides, std::uintptr_t sigma, std::uintptr_t signs, std::uintptr_t U, const Strides &U_strides,
-                  std::uintptr_t kept, Index U_kept, int members, std::uintptr_t dx, std::uintptr_t dV,
-                  const Strides &dV_strides, std::uintptr_t dsigma, std::uintptr_t dU, const Strides &dU_strides,
-                  std::uintptr_t dbias) {
-    nb::gil_scoped_release release;
-    const Factors<T> f(m, n_in, n_out, V_reflectors, U_reflectors, kind, V_block, U_block, k, threads, sigma, signs);
-    T *const memory = reinterpret_cast<T *>(kept);
-    for_batch(f.plan, 1, f.lay_out(2), [&](const auto &benches, Team &team, Index) {
-        Member<T> v = benches.V.member(f.V, team, matrix<const T>(V, V_strides, 0));
-        Member<T> u = benches.U.member(f.U, team, matrix<const T>(U, U_strides, 0));
-        u.load(matrix<const T>(gradient, gradient_strides, 0));
-        if (dbias) u.sum_columns(reinterpret_cast<T *>(dbias));
-        if (dU) u.load({memory + f.U_output(), n_out, 1}, 1);
-        u.backward({f.U, memory + U_kept, team.size, team.rank, team.size == members}, matrix<T>(dU, dU_strides, 0));
-        if (!dsigma) return;
-        v.load({memory, n_in, 1}, 1);
-        v.gradient_of_factors(u, f.diagonal, reinterpret_cast<T *>(dsigma));
-        if (!dx && !dV) return;
-        v.load_scaled(u, f.diagonal);
-        v.backward({f.V, memory + f.V_kept(), team.size, team.rank, team.size == members}, matrix<T>(dV, dV_strides, 0));
-        if (dx) v.store({reinterpret_cast<T *>(dx), n_in, 1});
-        // Compact reflectors leave out their diagonal, which U and V may share.
-        const Strided<T> dV_matrix = matrix<T>(dV, dV_strides, 0);
-        if (dV && f.V.kind == Kind::compact)
-            for (Index i = team.rank; i < f.V.reflectors(); i += team.size) dV_matrix(i, i) = T(0);
+        return nb::make_tuple(out.object, keeping.memory.or_none());
     });
 }
 
-template <class T> void define(nb::module_ &m, const std::string &dtype) {
-    m.def(("plan" + dtype).c_str(), &plan<T>);
-    m.def(("forward" + dtype).c_str(), &forward<T>);
-    m.def(("backward" + dtype).c_str(), &backward<T>);
-    m.def(("clear" + dtype).c_str(), &clear<T>);
-    m.def(("svd_plan" + dtype).c_str(), &svd_plan<T>);
-    m.def(("svd_forward" + dtype).c_str(), &svd_forward<T>);
-    m.def(("svd_backward" + dtype).c_str(), &svd_backward<T>);
-    m.def(("svd_clear" + dtype).c_str(), &svd_clear<T>);
+// The gradients of x, U, sigma, V and bias, or None for those of `needs` that are not needed.
+nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_,
+                               nb::handle signs, nb::handle memory, int kind, Index U_block, Index V_block, int threads,
+                               const nb::sequence &needs) {
+    const Tensor g = Tensor(g_).in_rows(), x(x_), bias(bias_);
+    const Factors factors(U, sigma, V, signs, kind, U_block, V_block);
+    const auto needed = [&](int i) { return nb::cast<bool>(needs[i]); };
+    // Compact reflectors write one side of their matrix. Two that share one write all of it.
+    const bool partial = factors.V.here() && kind == int(Kind::compact);
+    const auto reflectors = [&](const Tensor &t) { return partial ? t.new_zeros_like() : t.new_like(); };
+    return with_saved([&] {
+        return by_dtype(g, [&](auto zero) {
+            using T = decltype(zero);
+            expect_dtype<T>(g), expect_dtype<T>(x);
+            const Weight<T> work = factors.weight<T>(x.rows(), bias, threads);
+            expect(x.dims() == g.dims() && x.size(-1) == factors.m() && g.size(-1) == factors.n() && x.rows() == g.rows(),
+                   "x has another shape");
+            const Found<T> found(memory, work);
+            expect(found.kept != nothing_kept, "nothing was kept");
+            const Tensor dx = needed(0) ? x.new_rows() : Tensor();
+            const Tensor dU = needed(1) ? reflectors(factors.U) : Tensor();
+            const Tensor dsigma = factors.sigma.new_rows();
+            const Tensor dV = factors.V.here() && needed(3) ? reflectors(factors.V) : Tensor();
+            const Tensor dbias = bias.here() && needed(4) ? bias.new_rows() : Tensor();
+            {
+                nb::gil_scoped_release release;
+                work.backward(g.data<const T>(), found.memory.template data<T>(), found.kept,
+                              {dx.data<T>(), factors.V_side<T>(factors.V.here() ? dV : dU), dsigma.data<T>(),
+                               factors.U_side<T>(dU), dbias.data<T>()});
+            }
+            return nb::make_tuple(dx.or_none(), dU.or_none(), needed(2) ? dsigma.object : nb::none(), dV.or_none(),
+                                  dbias.or_none());
+        });
+    });
+}
+
+// Whether the core takes these tensors.
+bool plain(const nb::args &tensors) {
+    for (nb::handle t : tensors)
+        if (!is_plain(t)) return false;
+    return true;
+}
+
+// The commonest arguments at once: (rows, r, d) of plain x: (*, d) and V: (r, d) of one dtype; None for any others.
+nb::object plain_householder(nb::handle x_, nb::handle V_) {
+    if (!is_plain(x_) || !is_plain(V_)) return nb::none();
+    const Tensor x(x_), V(V_);
+    if (V.dims() != 2 || x.dims() < 1 || x.size(-1) != V.size(-1) || x.of<float>() != V.of<float>()) return nb::none();
+    return nb::make_tuple(x.rows(), V.size(0), V.size(1));
+}
+
+// Likewise (rows, n, m, U's reflectors, V's) for the arguments of `svd_linear`.
+nb::object plain_svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs) {
+    for (nb::handle t : {x_, U, sigma, V, bias_, signs})
+        if (!t.is_none() && !is_plain(t)) return nb::none();
+    const Tensor x(x_), bias(bias_);
+    const Factors f(U, sigma, V, signs, 0, 1, 1);
+    if (f.wrong(bias) || x.dims() < 1 || x.size(-1) != f.m()) return nb::none();
+    for (const Tensor *t : {&f.U, &f.sigma, &f.V, &f.signs, &bias})
+        if (t->here() && t->of<float>() != x.of<float>()) return nb::none();
+    return nb::make_tuple(x.rows(), f.n(), f.m(), f.U_reflectors(), f.V_reflectors());
+}
+
+// To be called once, before anything else. `table` is the capsule that torch.Tensor has for DLPack, or None.
+void connect(nb::handle tensor, nb::handle parameter, nb::handle float32, nb::handle float64, nb::handle empty_like,
+             nb::handle zeros_like, nb::handle in_rows, nb::handle table) {
+    Torch found{tensor.ptr(), parameter.ptr(), float32.ptr(), float64.ptr(), empty_like.ptr(), zeros_like.ptr(), in_rows.ptr()};
+    if (!table.is_none()) {
+        const auto *const functions = static_cast<const ExchangeTable *>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"));
+        if (!functions) throw nb::python_error();
+        if (functions->version.major == 1) found.read = functions->read;
+    }
+    for (PyObject *object : {found.tensor, found.parameter, found.float32, found.float64, found.empty_like, found.zeros_like, found.in_rows})
+        Py_INCREF(object);
+    fasth::torch = found;
 }
 
 } // namespace
@@ -307,7 +313,17 @@ NB_MODULE(FASTH_MODULE, m) {
 #else
     m.attr("openmp") = false;
 #endif
-    define<float>(m, "_float32");
-    define<double>(m, "_float64");
+    const auto some = nb::arg();
+    const auto any = nb::arg().none(); // or None
+    m.def("connect", &connect, some, some, some, some, some, some, some, any);
+    m.def("plain", &plain);
+    m.def("plain_householder", &plain_householder, any, any);
+    m.def("plain_svd_linear", &plain_svd_linear, any, any, any, any, any, any);
+    m.def("householder", &householder);
+    m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some);
+    m.def("least_kept", &least_kept);
+    m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, any);
+    m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, some, some, some, some,
+          some);
     nb::set_leak_warnings(false); // at exit, torch and Python unload in an order that no module can influence
 }

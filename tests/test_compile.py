@@ -46,12 +46,16 @@ def svd_arguments(rows: tuple[int, ...], n: int, m: int, form: str, dtype: torch
     x, sigma, bias = (drawn(*shape, dtype=dtype) for shape in ((*rows, m), (k,), (n,)))
     r_U, r_V = (m, n) if shared else (n, m + 1)
     kind, blocks = FORMS.index(form), [16, 32]
-    return x, U, sigma, V, bias, signs, kind, blocks, ops.svd_sizes(dtype, n, m, r_U, r_V, kind, *blocks, shared)
+    return x, U, sigma, V, bias, signs, kind, blocks, ops.svd_sizes(n, m, r_U, r_V, kind, *blocks, shared)
 
 
 def householder_arguments(x: torch.Tensor, V: torch.Tensor, transpose: bool, kind: int, k: int) -> tuple:
-    sizes = ops.householder_sizes(V.dtype, *V.shape[-2:], kind, k, V.ndim == 3)
+    sizes = ops.householder_sizes(*V.shape[-2:], kind, k, V.ndim == 3)
     return x, V, transpose, kind, k, sizes
+
+
+def detached(arguments: tuple) -> tuple:
+    return tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in arguments)
 
 
 def gradients(out: torch.Tensor, inputs: tuple) -> tuple[torch.Tensor, ...]:
@@ -70,7 +74,7 @@ def test_the_operator_is_householder(problem, kind, transpose):
         pytest.skip("the operator takes one V, or one for each matrix of x")
     k = problem.block_size or 32
     actual = with_gradients(
-        lambda *xV: torch.ops.fasth.householder(*householder_arguments(*xV, transpose, kind, k), True)[0], x, V
+        lambda *xV: torch.ops.fasth.householder(*householder_arguments(*xV, transpose, kind, k)), x, V
     )
     expected = with_gradients(
         lambda x, V: householder(
@@ -88,7 +92,7 @@ def test_the_operator_is_householder(problem, kind, transpose):
 @pytest.mark.parametrize(("n", "m"), [(24, 24), (24, 40), (40, 24)], ids=str)
 def test_the_operator_is_svd_linear(rows, form, n, m):
     arguments = svd_arguments(rows, n, m, form)
-    actual = torch.ops.fasth.svd_linear(*arguments, True)[0]
+    actual = torch.ops.fasth.svd_linear(*arguments)
     expected = SVD_COMPOSED[FORMS.index(form)](*arguments[:6])
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(actual, arguments), gradients(expected, arguments))
@@ -102,16 +106,18 @@ def test_opcheck(rows, form, threads, set_threads):
     set_threads(threads)
     n, m = (40, 170) if rows == 5 else (24, 20)
     *tensors, kind, blocks, sizes = arguments = svd_arguments((rows,), n, m, form, torch.float32)
-    torch.library.opcheck(torch.ops.fasth.svd_linear, (*arguments, True))
+    torch.library.opcheck(torch.ops.fasth.svd_linear, arguments)
+    torch.library.opcheck(torch.ops.fasth.svd_linear_forward, (*detached(arguments), True))
     reflect = householder_arguments(tensors[0], drawn(m, m, dtype=torch.float32), False, kind, 16)
-    torch.library.opcheck(torch.ops.fasth.householder, (*reflect, True))
+    torch.library.opcheck(torch.ops.fasth.householder, reflect)
+    torch.library.opcheck(torch.ops.fasth.householder_forward, (*detached(reflect), True))
     with torch.no_grad():
-        out, kept, layout = torch.ops.fasth.svd_linear(*arguments, True)
-        plain = [None if t is None else t.detach() for t in (out, *tensors, kept, layout)]
+        out, kept = torch.ops.fasth.svd_linear_forward(*arguments, True)
+        plain = detached((out, *tensors, kept))
         rest = kind, blocks, sizes, [True] * 3 + [kind == 0, True]
         torch.library.opcheck(torch.ops.fasth.svd_linear_backward, (*plain, *rest))
-        out, kept, layout = torch.ops.fasth.householder(*reflect, True)
-        plain = [t.detach() for t in (out, out, reflect[1], kept, layout)]
+        out, kept = torch.ops.fasth.householder_forward(*reflect, True)
+        plain = detached((out, out, reflect[1], kept))
         torch.library.opcheck(torch.ops.fasth.householder_backward, (*plain, *reflect[2:], True, True))
 
 
@@ -120,10 +126,10 @@ def test_a_second_derivative_of_the_operators():
     x, U, sigma, *_ = arguments = svd_arguments((3,), 5, 4, "compact")
     rest = arguments[3:]
     assert torch.autograd.gradgradcheck(
-        lambda x, U, sigma: torch.ops.fasth.svd_linear(x, U, sigma, *rest, True)[0], (x, U, sigma), fast_mode=True
+        lambda x, U, sigma: torch.ops.fasth.svd_linear(x, U, sigma, *rest), (x, U, sigma), fast_mode=True
     )
     assert torch.autograd.gradgradcheck(
-        lambda x, V: torch.ops.fasth.householder(*householder_arguments(x, V, False, 0, 2), True)[0],
+        lambda x, V: torch.ops.fasth.householder(*householder_arguments(x, V, False, 0, 2)),
         (x, drawn(3, 4)),
         fast_mode=True,
     )
@@ -135,7 +141,7 @@ def test_backward_may_run_on_more_or_fewer_threads(forward, backward, set_thread
     arguments = svd_arguments((5,), 200, 200, "compact")
     expected = gradients(SVD_COMPOSED[2](*arguments[:6]), arguments)
     set_threads(forward)
-    out = torch.ops.fasth.svd_linear(*arguments, True)[0]
+    out = torch.ops.fasth.svd_linear(*arguments)
     set_threads(backward)
     torch.testing.assert_close(gradients(out, arguments), expected)
 
@@ -152,15 +158,12 @@ def test_wrong_arguments_are_errors():
         (x.unsqueeze(0), V[None, None]),
     ):
         with pytest.raises((TypeError, ValueError), match="should"):
-            torch.ops.fasth.householder(*wrong, False, 0, 32, sizes, False)
+            torch.ops.fasth.householder(*wrong, False, 0, 32, sizes)
     *tensors, kind, blocks, sizes_of_svd = svd_arguments((3,), 6, 5, "compact")
     with pytest.raises(ValueError, match="shape"):
-        torch.ops.fasth.svd_linear(tensors[0][:, 1:], *tensors[1:], kind, blocks, sizes_of_svd, False)
+        torch.ops.fasth.svd_linear(tensors[0][:, 1:], *tensors[1:], kind, blocks, sizes_of_svd)
     with pytest.raises(ValueError, match="`sizes` should be"):
-        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 2**62], True)
-    out = torch.ops.fasth.householder(x, V.requires_grad_(), False, 0, 32, sizes, False)[0]
-    with pytest.raises(RuntimeError, match="`keep` should be True"):
-        out.sum().backward()
+        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 2**62])
 
 
 # The layers.

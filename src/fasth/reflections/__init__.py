@@ -53,11 +53,14 @@ def householder(
         >>> torch.allclose(householder(y, V, transpose=True), x, atol=1e-5)
         True
     """
-    if block_size is None and native.usable(x, V) and _usual(x, V, triangular):  # the shortest way, for small steps
-        kind = native.TRIANGULAR if triangular else native.FULL
-        return native.householder(
-            x, V, transpose=transpose, kind=kind, block_size=default_block_size(V.shape[0], V, x.numel() // V.shape[1])
-        )
+    if block_size is None and _core_at_once():  # the shortest way, for small steps
+        sizes = native.core().plain_householder(x, V)
+        if sizes is not None:
+            rows, r, d = sizes
+            if not materialising_pays(rows, r, d, triangular, V):
+                kind = native.TRIANGULAR if triangular else native.FULL
+                k = default_block_size(r, V, rows)
+                return native.householder(x, V, transpose=transpose, kind=kind, block_size=k)
     _check(x, V, block_size)
     if _autocast(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
@@ -118,6 +121,14 @@ def svd_linear(
     Returns:
         (*, n).
     """
+    if _core_at_once():  # the shortest way, for small steps
+        sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs)
+        if sizes is not None:
+            rows, n, m, r_U, r_V = sizes
+            if not materialising_pays(rows, min(n, m), max(n, m), form != "full", U):
+                kind = FORMS.index(form)
+                blocks = default_block_size(min(r_U, n), U, rows), default_block_size(min(r_V, m), U, rows)
+                return native_svd.svd_linear(x, U, sigma, V, bias, signs, kind, blocks, SVD_COMPOSED[kind])
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]
     _check_svd(x, tensors, n, m, sigma, bias, signs)
@@ -126,9 +137,6 @@ def svd_linear(
             return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
     if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full", U):
         return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
-    if native.usable(*tensors):
-        kind = FORMS.index(form)
-        return native_svd.svd_linear(x, U, sigma, V, bias, signs, kind, SVD_COMPOSED[kind])
     if ops.usable(*tensors):
         return ops.svd_linear(x, U, sigma, V, bias, signs, FORMS.index(form))
     return _svd_composed(x, U, sigma, V, bias, signs, form=form)
@@ -201,12 +209,9 @@ def _core_for(x: Tensor, V: Tensor) -> Callable[..., Tensor] | None:
     return ops.householder if ops.usable(x, V) else None
 
 
-def _usual(x: Tensor, V: Tensor, triangular: bool) -> bool:
-    """Whether plain tensors on the CPU are as most often: nothing wrong, nothing special, no Q worth forming."""
-    if V.ndim != 2 or x.dtype != V.dtype or torch._C._is_any_autocast_enabled():
-        return False
-    r, d = V.shape
-    return x.ndim > 0 and x.shape[-1] == d > 0 and not materialising_pays(x.numel() // d, r, d, triangular, V)
+def _core_at_once() -> bool:
+    """Whether the compiled core may be asked what it takes: it is there, nobody watches, and no dtype is to change."""
+    return not native.watched() and native.core() is not None and not torch._C._is_any_autocast_enabled()
 
 
 def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:

@@ -1,10 +1,13 @@
 """The compiled core as operators of PyTorch, so that the graphs of ``torch.compile`` call it, forward and backward.
 
-``fasth::householder`` and ``fasth::svd_linear`` give (out, kept, layout): ``kept`` is what the backward operators need
-besides, and ``layout`` says how it lies there. They differ from the eager functions in two ways, since the number of
-rows may be a symbol when a graph is made. The size of ``kept`` is a formula in it, the same on any number of threads.
-And whether to form the matrix is decided inside, when the operator runs. All that the formula and the decision need is
-an argument, ``sizes``, and so part of the graph: graphs outlive this process in the compiler's cache.
+``fasth::householder`` and ``fasth::svd_linear`` are differentiable, and nothing but two operators each that are not:
+``…_forward`` gives (out, kept), and ``kept`` is what ``…_backward`` needs besides. Only these are left in a graph, so
+that autograd costs it nothing when it runs.
+
+They differ from the eager functions in two ways, since the number of rows may be a symbol when a graph is made. The
+size of ``kept`` is a formula in it, the same on any number of threads. And whether to form the matrix is decided
+inside, when the operator runs. All that the formula and the decision need is an argument, ``sizes``, and so part of the
+graph: graphs outlive this process in the compiler's cache.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.autograd import forward_ad
 
 from fasth.reflections import native, native_svd
 from fasth.reflections.blocked import is_exporting
-from fasth.reflections.native import COMPACT, DTYPES, FULL, TRIANGULAR, functions
+from fasth.reflections.native import COMPACT, DTYPES, FULL, TRIANGULAR, core
 from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule
 
 _KINDS = (FULL, TRIANGULAR, COMPACT)
@@ -44,15 +47,14 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def _core_is_there() -> bool:
-    return native.core() is not None
+    return core() is not None
 
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
     """``native.householder`` for a graph in the making."""
-    keep = torch.is_grad_enabled() and (x.requires_grad or V.requires_grad)
     r, d, block_size = _numbers(*V.shape[-2:], block_size)
-    sizes = householder_sizes(V.dtype, r, d, kind, block_size, V.ndim == 3)
-    return torch.ops.fasth.householder(x, V, transpose, kind, block_size, sizes, keep)[0]
+    sizes = householder_sizes(r, d, kind, block_size, V.ndim == 3)
+    return torch.ops.fasth.householder(x, V, transpose, kind, block_size, sizes)
 
 
 def svd_linear(
@@ -65,14 +67,13 @@ def svd_linear(
     kind: int,
 ) -> Tensor:
     """``native_svd.svd_linear`` for a graph in the making."""
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, U, sigma, V, bias))
     r_U, n = _numbers(*U.shape)
     r_V, m = (r_U, n) if V is None else _numbers(*V.shape)
     if V is None:
         r_U, n = n, r_U
     U_block, V_block = block_size_by_rule(min(r_U, n)), block_size_by_rule(min(r_V, m))
-    sizes = svd_sizes(U.dtype, n, m, r_U, r_V, kind, U_block, V_block, V is None)
-    return torch.ops.fasth.svd_linear(x, U, sigma, V, bias, signs, kind, [U_block, V_block], sizes, keep)[0]
+    sizes = svd_sizes(n, m, r_U, r_V, kind, U_block, V_block, V is None)
+    return torch.ops.fasth.svd_linear(x, U, sigma, V, bias, signs, kind, [U_block, V_block], sizes)
 
 
 def _numbers(*sizes: int) -> list[int]:
@@ -80,40 +81,24 @@ def _numbers(*sizes: int) -> list[int]:
     return [int(f"{size}") for size in sizes]
 
 
-class _Sizes(NamedTuple):
-    """How many numbers are kept of m rows, and from how many rows on the matrix is formed.
-
-    A linear function of m, as the rule of how much may be kept is: the compiler would guard on where any other bends,
-    and make a graph for each side. All of it is allocated, and what fits is kept there.
-    """
-
-    fixed: int
-    per_row: int
-    crossover: int
-
-    def of(self, m: Any) -> Any:
-        return self.fixed + self.per_row * m
+# `sizes` are [fixed, per row, crossover]. Of m rows, fixed + m · per row numbers are kept, and from the crossover on
+# the matrix is formed. A linear function of m, as the rule of how much may be kept is: the compiler would guard on
+# where any other bends, and make a graph for each side. All of it is allocated, and what fits is kept there.
 
 
-def householder_sizes(dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, batched: bool) -> list[int]:
-    """As in native.py, as much as x and V; or what is kept of any number of rows."""
+def householder_sizes(r: int, d: int, kind: int, block_size: int, batched: bool) -> list[int]:
+    """As the core has it, as much as x and V; or what is kept of any number of rows. And the number that says which."""
     crossover = _NEVER if batched else _first_above(crossover_by_rule(r, d, kind != FULL))
-    return [max(r * d, _without_states(dtype, r, d, kind, block_size)), d, crossover]
+    return [1 + max(r * d, core().least_kept(r, d, kind, block_size)), d, crossover]
 
 
-def svd_sizes(
-    dtype: torch.dtype, n: int, m: int, r_U: int, r_V: int, kind: int, U_block: int, V_block: int, shared: bool
-) -> list[int]:
-    """As in native_svd.py, twice as much as x and the reflectors; or the rows after both products, and the rest."""
-    rest = _without_states(dtype, r_V, m, kind, V_block) + _without_states(dtype, r_U, n, kind, U_block)
+def svd_sizes(n: int, m: int, r_U: int, r_V: int, kind: int, U_block: int, V_block: int, shared: bool) -> list[int]:
+    """Likewise, twice as much as x and the reflectors; or the rows after both products, and the rest."""
+    least = core().least_kept
+    rest = least(r_V, m, kind, V_block) + least(r_U, n, kind, U_block)
     numbers = n * m if shared else r_U * n + r_V * m
     crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL))
-    return [max(2 * numbers, rest + 32), max(2 * m, n + m), crossover]  # 32: both are rounded up to 16
-
-
-def _without_states(dtype: torch.dtype, r: int, d: int, kind: int, block_size: int) -> int:
-    size, _ = functions(dtype).plan(0, r, d, kind, False, block_size, 1, 1, _NEVER)
-    return size
+    return [1 + max(2 * numbers, rest + 32), max(2 * m, n + m), crossover]  # 32: both are rounded up to 16
 
 
 def _first_above(bound: float) -> int:
@@ -129,8 +114,8 @@ for _constant in _constants:
 # x Qᵀ.
 
 
-def _describe(x: Tensor, V: Tensor, kind: int, block_size: int, sizes: Sequence[int]) -> tuple[_Sizes, Any, Any]:
-    """What is kept, the number of matrices and the rows for each."""
+def _rows_of(x: Tensor, V: Tensor, kind: int, block_size: int) -> tuple[Any, Any]:
+    """The number of matrices and the rows for each. They may be symbols, and the core is not there to check them."""
     if x.dtype not in DTYPES or x.dtype != V.dtype:
         raise TypeError(f"`x` and `V` should both be float32 or float64; got {x.dtype} and {V.dtype}")
     batch = V.ndim == 3 and x.ndim == 3 and x.shape[0] == V.shape[0]
@@ -141,42 +126,31 @@ def _describe(x: Tensor, V: Tensor, kind: int, block_size: int, sizes: Sequence[
         )
     if kind not in _KINDS or block_size < 1:
         raise ValueError(f"`kind` should be one of {_KINDS}, `block_size` at least 1; got {kind} and {block_size}")
-    return (_Sizes(*sizes), x.shape[0], x.shape[1]) if batch else (_Sizes(*sizes), 1, math.prod(x.shape[:-1]))
+    return (x.shape[0], x.shape[1]) if batch else (1, math.prod(x.shape[:-1]))
 
 
 def _householder(
-    x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, formula: Sequence[int], keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, B, m = _describe(x, V, kind, block_size, formula)
-    kept = x.new_empty(B * sizes.of(m) if keep else 0)
-    options = transpose, kind, block_size
-    if m < sizes.crossover:
-        out, layout = _apply(native.in_rows(x, V), V, options, kept)
+    x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
+) -> tuple[Tensor, Tensor]:
+    (B, m), (fixed, per_row, crossover) = _rows_of(x, V, kind, block_size), sizes
+    kept = x.new_empty(B * (fixed + per_row * m) if keep else 0)
+    options = transpose, kind, block_size, torch.get_num_threads()
+    if m < crossover:
+        out, _ = core().householder(x, V, *options, kept if keep else False)
     else:
         d = V.shape[1]
-        P, layout = _apply(_eye(d, x), V, options, kept[d * d :])
+        P, _ = core().householder(_eye(d, x), V, *options, kept[d * d :] if keep else False)
         kept[: d * d].copy_(P.flatten()[: kept.numel()])
         out = x @ P
-    return out, kept, _as_tensor(layout, keep)
-
-
-def _apply(x: Tensor, V: Tensor, options: Any, kept: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """The output, and how ``kept``, which may be empty, is laid out."""
-    core, problem, room = functions(x.dtype), native.problem_of(x, V, *options), kept.numel()
-    if not room:
-        return native.multiply(x, V, problem, None, 0, False)[0], (0, 0)
-    size, with_states = core.plan(*problem, torch.get_num_threads(), room)
-    out, members = native.multiply(x, V, problem, kept if size else None, size, with_states)
-    core.clear(*problem, kept.data_ptr(), size, members, room)
-    return out, (size, members)
+    return out, kept
 
 
 def _householder_fake(
-    x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, formula: Sequence[int], keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, B, m = _describe(x, V, kind, block_size, formula)
+    x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
+) -> tuple[Tensor, Tensor]:
+    (B, m), (fixed, per_row, _) = _rows_of(x, V, kind, block_size), sizes
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, x.new_empty(B * sizes.of(m) if keep else 0), _fake_layout(x, keep)
+    return out, x.new_empty(B * (fixed + per_row * m) if keep else 0)
 
 
 def _householder_backward(
@@ -184,63 +158,57 @@ def _householder_backward(
     out: Tensor,
     V: Tensor,
     kept: Tensor,
-    layout: Tensor,
     transpose: bool,
     kind: int,
     block_size: int,
-    formula: Sequence[int],
+    sizes: Sequence[int],
     needs_x: bool,
     needs_V: bool,
 ) -> tuple[Tensor, Tensor]:
-    sizes, B, m = _describe(g, V, kind, block_size, formula)
-    _check_kept(g, out.shape, kept, layout, B * sizes.of(m))
-    size, members = layout.tolist()
-    options = transpose, kind, block_size
-    if m < sizes.crossover:
-        g, out = native.in_rows(g, V), out.contiguous()
-        problem = native.problem_of(g, V, *options)
-        dx, dV = native.gradients(g, out, V, problem, kept if size else None, (size, members), needs_x, needs_V)
+    _, m = _rows_of(g, V, kind, block_size)
+    options = transpose, kind, block_size, torch.get_num_threads()
+    if m < sizes[2]:
+        dx, dV = core().householder_backward(g, out, V, kept, *options, needs_x, needs_V)
     else:
         d = V.shape[1]
-        P, kept = kept[: d * d].view(d, d), kept[d * d :]
-        dx, dV = g @ P.mT if needs_x else None, None
+        P, dV = kept[: d * d].view(d, d), None
+        dx = g @ P.mT if needs_x else None
         if needs_V:
             # out = x P and P is orthogonal, so xᵀ g = P outᵀ g.
             dP = P @ (out.reshape(-1, d).mT @ g.reshape(-1, d))
-            problem = native.problem_of(dP, V, *options)
-            _, dV = native.gradients(dP, P, V, problem, kept if size else None, (size, members), False, True)
+            _, dV = core().householder_backward(dP, P, V, kept[d * d :], *options, False, True)
     return _result(dx, g), _result(dV, g, V)
 
 
-def _householder_backward_fake(
-    g: Tensor, out: Tensor, V: Tensor, kept: Tensor, layout: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+def _householder_backward_fake(g: Tensor, out: Tensor, V: Tensor, kept: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     *_, needs_x, needs_V = options
     return _fake_result(needs_x, g, g), _fake_result(needs_V, g, V, torch.preserve_format)
 
 
-def _setup_householder(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, V, *ctx.options, ctx.keep = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(V, *output)
+class _Householder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, V: Tensor, *options: Any) -> Tensor:
+        out, kept = torch.ops.fasth.householder_forward(x, V, *options, True)
+        ctx.options = options
+        ctx.save_for_backward(V, out, kept)
+        return out
 
-
-def _householder_derivative(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    _check_keep(ctx.keep)
-    V, out, kept, layout = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:2]
-    if torch.is_grad_enabled():  # a second derivative is to follow
-        dx, dV = native.differentiable_gradients(g, out, V, *ctx.options[:3], *needs)
-    else:
-        dx, dV = torch.ops.fasth.householder_backward(g, out, V, kept, layout, *ctx.options, *needs)
-    return dx if needs[0] else None, dV if needs[1] else None, *(None,) * 5
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        V, out, kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():  # a second derivative is to follow
+            dx, dV = native.differentiable_gradients(g, out, V, ctx.options[:3], *needs)
+        else:
+            dx, dV = torch.ops.fasth.householder_backward(g, out, V, kept, *ctx.options, *needs)
+        return dx if needs[0] else None, dV if needs[1] else None, *(None,) * 4
 
 
 # x Wᵀ with W = U Σ Vᵀ.
 
 
 class _Weight(NamedTuple):
-    """W: (n, m) as its factors, in the terms of ``native_svd``."""
+    """W: (n, m) as its factors, in the terms of the core."""
 
     U: Tensor
     sigma: Tensor
@@ -261,22 +229,23 @@ class _Weight(NamedTuple):
         n, m = self.U.shape if self.V is None else (self.U.shape[1], self.V.shape[1])
         return int(n), int(m)
 
-    @property
-    def reflectors(self) -> tuple[int, int]:
-        """Those of U and of V."""
-        r_U, r_V = reversed(self.U.shape) if self.V is None else (self.U.shape[0], self.V.shape[0])
-        return int(r_U), int(r_V)
-
-    def problem(self, rows: int) -> tuple[int, ...]:
-        (n, m), (r_U, r_V) = self.shape, self.reflectors
-        return rows, m, n, r_V, r_U, self.kind, self.V_block, self.U_block, self.sigma.shape[0]
-
-    def located(self) -> native_svd.Factors:
-        return native_svd.locate(self.U, self.sigma, self.V, self.signs)
-
     def to_form(self) -> _Weight:
         """W or Wᵀ: that with fewer columns, since the transpose is formed of as many rows."""
         return self.mT if self.shape[0] < self.shape[1] else self
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kept: Tensor | None) -> Tensor:
+        """x Wᵀ + bias, and ``kept`` filled, if it is given."""
+        U, sigma, V, signs, *options = self
+        keep = False if kept is None else kept
+        return core().svd_linear(x, U, sigma, V, bias, signs, *options, torch.get_num_threads(), keep)[0]
+
+    def gradients(
+        self, g: Tensor, x: Tensor, bias: Tensor | None, kept: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Those of x, U, sigma, V and bias; None where not needed."""
+        U, sigma, V, signs, *options = self
+        threads = torch.get_num_threads()
+        return core().svd_linear_backward(g, x, U, sigma, V, bias, signs, kept, *options, threads, needs)
 
 
 def _weight(
@@ -294,7 +263,7 @@ def _weight(
         raise TypeError(f"all tensors should be float32 or all float64; got {[t.dtype for t in tensors]}")
     if U.ndim != 2 or (V is not None and V.ndim != 2) or sigma.ndim != 1 or kind not in _KINDS:
         raise ValueError(f"`U` and `V` should be matrices, `sigma` a vector and `kind` one of {_KINDS}")
-    weight = _Weight(U, sigma.contiguous(), V, None if signs is None else signs.contiguous(), kind, *blocks)
+    weight = _Weight(U, sigma, V, signs, kind, *blocks)
     (n, m), k = weight.shape, sigma.shape[0]
     fits = x.ndim > 0 and x.shape[-1] == m > 0 and n > 0 and k <= min(n, m)
     if not fits or (bias is not None and bias.shape != (n,)) or (signs is not None and signs.shape != (2, k)):
@@ -311,33 +280,17 @@ def _svd_linear(
     signs: Tensor | None,
     kind: int,
     blocks: Sequence[int],
-    formula: Sequence[int],
+    sizes: Sequence[int],
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     weight, rows = _weight(x, U, sigma, V, bias, signs, kind, blocks), math.prod(x.shape[:-1])
-    sizes = _Sizes(*formula)
-    kept = x.new_empty(sizes.of(rows) if keep else 0)
-    if rows < sizes.crossover:
-        out, layout = _apply_svd(x.contiguous(), weight, None if bias is None else bias.contiguous(), kept)
-    else:
-        formed = weight.to_form()
-        W, layout = _apply_svd(_eye(formed.shape[1], x), formed, None, kept)
-        out = torch.nn.functional.linear(x, W if formed is not weight else W.mT, bias)
-    return out, kept, _as_tensor(layout, keep)
-
-
-def _apply_svd(x: Tensor, weight: _Weight, bias: Tensor | None, kept: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """The output, and how ``kept``, which may be empty, is laid out."""
-    core, located, room = functions(x.dtype), weight.located(), kept.numel()
-    problem = weight.problem(x.numel() // x.shape[-1])
-    if not room:
-        return native_svd.multiply(x, problem, located, bias, None, 0, False)[0], (0, 0)
-    size, U_kept, with_states = core.svd_plan(*problem, torch.get_num_threads(), room)
-    if size > room:
-        raise ValueError(f"`sizes` should be those of the weight's shape; they leave {room} numbers for {size}")
-    out, members = native_svd.multiply(x, problem, located, bias, kept, U_kept, with_states)
-    core.svd_clear(*problem, kept.data_ptr(), U_kept, members, room)
-    return out, (U_kept, members)
+    fixed, per_row, crossover = sizes
+    kept = x.new_empty(fixed + per_row * rows if keep else 0)
+    if rows < crossover:
+        return weight.multiply(x, bias, kept if keep else None), kept
+    formed = weight.to_form()
+    W = formed.multiply(_eye(formed.shape[1], x), None, kept if keep else None)
+    return torch.nn.functional.linear(x, W if formed is not weight else W.mT, bias), kept
 
 
 def _svd_linear_fake(
@@ -349,12 +302,13 @@ def _svd_linear_fake(
     signs: Tensor | None,
     kind: int,
     blocks: Sequence[int],
-    formula: Sequence[int],
+    sizes: Sequence[int],
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     weight = _weight(x, U, sigma, V, bias, signs, kind, blocks)
-    kept = x.new_empty(_Sizes(*formula).of(math.prod(x.shape[:-1])) if keep else 0)
-    return x.new_empty((*x.shape[:-1], weight.shape[0])), kept, _fake_layout(x, keep)
+    fixed, per_row, _ = sizes
+    kept = x.new_empty(fixed + per_row * math.prod(x.shape[:-1]) if keep else 0)
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), kept
 
 
 def _svd_linear_backward(
@@ -366,44 +320,19 @@ def _svd_linear_backward(
     bias: Tensor | None,
     signs: Tensor | None,
     kept: Tensor,
-    layout: Tensor,
     kind: int,
     blocks: Sequence[int],
-    formula: Sequence[int],
+    sizes: Sequence[int],
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    weight, rows = _weight(x, U, sigma, V, bias, signs, kind, blocks), math.prod(x.shape[:-1])
-    sizes = _Sizes(*formula)
-    _check_kept(g, (*x.shape[:-1], weight.shape[0]), kept, layout, sizes.of(rows))
-    run = _svd_gradients if rows < sizes.crossover else _svd_gradients_of_formed
-    found = run(g, x, weight, bias, kept, tuple(layout.tolist()), needs)
-    dx, dU, dsigma, dV, dbias = found
+    weight = _Weight(U, sigma, V, signs, kind, *blocks)
+    run = _gradients_of_formed if math.prod(x.shape[:-1]) >= sizes[2] else _Weight.gradients
+    dx, dU, dsigma, dV, dbias = run(weight, g, x, bias, kept, needs)
     return _result(dx, g), _result(dU, g, U), _result(dsigma, g), _result(dV, g, V), _result(dbias, g)
 
 
-def _svd_gradients(
-    g: Tensor,
-    x: Tensor,
-    weight: _Weight,
-    bias: Tensor | None,
-    kept: Tensor,
-    layout: tuple[int, int],
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    U, sigma, V, *_ = weight
-    problem = weight.problem(g.numel() // g.shape[-1])
-    located = weight.located()
-    return native_svd.gradients(g.contiguous(), x, U, sigma, V, bias, problem, located, kept, layout, needs)
-
-
-def _svd_gradients_of_formed(
-    g: Tensor,
-    x: Tensor,
-    weight: _Weight,
-    bias: Tensor | None,
-    kept: Tensor,
-    layout: tuple[int, int],
-    needs: Sequence[bool],
+def _gradients_of_formed(
+    weight: _Weight, g: Tensor, x: Tensor, bias: Tensor | None, kept: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     formed = weight.to_form()
     n, m = formed.shape
@@ -417,9 +346,8 @@ def _svd_gradients_of_formed(
     needs_U, needs_V = needs[1], needs[3]
     if weight.V is not None and formed is not weight:
         needs_U, needs_V = needs_V, needs_U
-    _, dU, dsigma, dV, _ = _svd_gradients(
-        dW, dW, formed, None, kept, layout, (False, needs_U, needs[2], needs_V, False)
-    )
+    rows = x.new_empty(m, m)  # those of the identity; only their shape counts
+    _, dU, dsigma, dV, _ = formed.gradients(dW, rows, None, kept, (False, needs_U, needs[2], needs_V, False))
     if formed is not weight:
         dU, dV = (dU, dV) if weight.V is None else (dV, dU)
         dU = dU.mT if weight.V is None and dU is not None else dU
@@ -436,10 +364,9 @@ def _svd_linear_backward_fake(
     bias: Tensor | None,
     signs: Tensor | None,
     kept: Tensor,
-    layout: Tensor,
     kind: int,
     blocks: Sequence[int],
-    formula: Sequence[int],
+    sizes: Sequence[int],
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     return (
@@ -451,26 +378,26 @@ def _svd_linear_backward_fake(
     )
 
 
-def _setup_svd_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.kind, ctx.blocks, ctx.formula, ctx.keep = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*tensors, *output[1:])
+class _SVDLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out, kept = torch.ops.fasth.svd_linear_forward(*arguments, True)
+        ctx.options = arguments[6:]
+        ctx.save_for_backward(*arguments[:6], kept)
+        return out
 
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, signs, kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:5]
+        found: Sequence[Tensor | None]
+        if torch.is_grad_enabled():  # a second derivative is to follow
+            from fasth.reflections import SVD_COMPOSED
 
-def _svd_linear_derivative(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    _check_keep(ctx.keep)
-    *inputs, signs, kept, layout = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:5]
-    found: Sequence[Tensor | None]
-    if torch.is_grad_enabled():  # a second derivative is to follow
-        from fasth.reflections import SVD_COMPOSED
-
-        found = native_svd.differentiable_gradients(SVD_COMPOSED[ctx.kind], g, inputs, signs, needs)
-    else:
-        found = torch.ops.fasth.svd_linear_backward(
-            g, *inputs, signs, kept, layout, ctx.kind, ctx.blocks, ctx.formula, needs
-        )
-    return *(t if need else None for t, need in zip(found, needs, strict=True)), *(None,) * 5
+            found = native_svd.differentiable_gradients(SVD_COMPOSED[ctx.options[0]], g, inputs, signs, needs)
+        else:
+            found = torch.ops.fasth.svd_linear_backward(g, *inputs, signs, kept, *ctx.options, needs)
+        return *(t if need else None for t, need in zip(found, needs, strict=True)), *(None,) * 4
 
 
 # Both.
@@ -495,63 +422,55 @@ def _fake_result(
     return g.new_empty(0) if like is None or not need else torch.empty_like(like, memory_format=memory_format)
 
 
-def _as_tensor(layout: tuple[int, int], keep: bool) -> Tensor:
-    return torch.tensor(layout if keep else (), dtype=torch.int64)
-
-
-def _fake_layout(x: Tensor, keep: bool) -> Tensor:
-    return x.new_empty(2 if keep else 0, dtype=torch.int64)
-
-
-def _check_keep(keep: bool) -> None:
-    if not keep:
-        raise RuntimeError("`keep` should be True where a gradient is to follow")
-
-
-def _check_kept(g: Tensor, shape: Sequence[int], kept: Tensor, layout: Tensor, size: int) -> None:
-    if tuple(g.shape) != tuple(shape) or kept.dtype != g.dtype or kept.shape != (size,) or layout.shape != (2,):
-        raise ValueError("the gradient, `kept` and `layout` should be as the operator gave them")
-
-
-def _register(name: str, arguments: str, results: str, kernel: Any, fake: Any) -> None:
-    _library.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
+def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
+    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, kernel, "CPU")
     torch.library.register_fake(f"fasth::{name}", fake, lib=_library)
 
 
-def _derive(name: str, derivative: Any, setup: Any) -> None:
-    torch.library.register_autograd(f"fasth::{name}", derivative, setup_context=setup, lib=_library)
+def _derive(name: str, arguments: str, fake: Any, function: type[torch.autograd.Function]) -> None:
+    """The operator that the function differentiates, out of the one that its forward calls."""
+    forward = getattr(torch.ops.fasth, f"{name}_forward")
+
+    def without_gradients(*arguments: Any) -> Tensor:
+        return forward(*arguments, False)[0]
+
+    def with_gradients(*arguments: Any) -> Tensor:
+        needed = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
+        return function.apply(*arguments) if needed else without_gradients(*arguments)
+
+    _define(name, f"({arguments}) -> Tensor", without_gradients, lambda *arguments: fake(*arguments, False)[0])
+    _library.impl(name, with_gradients, "Autograd")
 
 
 _HOUSEHOLDER = "bool transpose, int kind, int block_size, int[] sizes"
-_register(
-    "householder",
-    f"Tensor x, Tensor V, {_HOUSEHOLDER}, bool keep",
-    "(Tensor, Tensor, Tensor)",
+_define(
+    "householder_forward",
+    f"(Tensor x, Tensor V, {_HOUSEHOLDER}, bool keep) -> (Tensor, Tensor)",
     _householder,
     _householder_fake,
 )
-_register(
+_define(
     "householder_backward",
-    f"Tensor g, Tensor out, Tensor V, Tensor kept, Tensor layout, {_HOUSEHOLDER}, bool needs_x, bool needs_V",
-    "(Tensor, Tensor)",
+    f"(Tensor g, Tensor out, Tensor V, Tensor kept, {_HOUSEHOLDER}, bool needs_x, bool needs_V) -> (Tensor, Tensor)",
     _householder_backward,
     _householder_backward_fake,
 )
+_derive("householder", f"Tensor x, Tensor V, {_HOUSEHOLDER}", _householder_fake, _Householder)
+
 _FACTORS = "Tensor U, Tensor sigma, Tensor? V, Tensor? bias, Tensor? signs"
-_register(
-    "svd_linear",
-    f"Tensor x, {_FACTORS}, int kind, int[] blocks, int[] sizes, bool keep",
-    "(Tensor, Tensor, Tensor)",
+_OPTIONS = "int kind, int[] blocks, int[] sizes"
+_define(
+    "svd_linear_forward",
+    f"(Tensor x, {_FACTORS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
     _svd_linear,
     _svd_linear_fake,
 )
-_register(
+_define(
     "svd_linear_backward",
-    f"Tensor g, Tensor x, {_FACTORS}, Tensor kept, Tensor layout, int kind, int[] blocks, int[] sizes, bool[] needs",
+    f"(Tensor g, Tensor x, {_FACTORS}, Tensor kept, {_OPTIONS}, bool[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear_backward,
     _svd_linear_backward_fake,
 )
-_derive("householder", _householder_derivative, _setup_householder)
-_derive("svd_linear", _svd_linear_derivative, _setup_svd_linear)
+_derive("svd_linear", f"Tensor x, {_FACTORS}, {_OPTIONS}", _svd_linear_fake, _SVDLinear)
