@@ -125,8 +125,9 @@ template <class T> struct Workspace {
     struct Own { // a member's
         Packed packed[2]; // the block at work and the next
         T *rows[2];       // each (panels, m, W)
+        T *others;        // the same, for a gradient before and after a block
         T *S, *factor, *other, *Z, *N, *dY;
-        const T **now; // where the rows of each panel are at present
+        const T **now, **before; // where the rows of each panel are at present, and were before the block at work
     };
 
     Workspace(const Problem &p, int members, int sets, Arena &arena) : sum_size((sets * p.m + p.padded_k()) * p.padded_k()) {
@@ -146,7 +147,9 @@ template <class T> struct Workspace {
         own.Z = arena.take<T>(sets * p.m * kp);
         own.N = arena.take<T>(kp * kp);
         own.dY = arena.take<T>(kp * W);
+        own.others = sets == 2 ? arena.take<T>(panels * p.m * W) : nullptr;
         own.now = arena.take<const T *>(panels);
+        own.before = arena.take<const T *>(panels);
         return own;
     }
 };
@@ -244,7 +247,7 @@ template <class T> class Member {
             T sums[half_panel_bytes / sizeof(T)] = {};
             for (Index i = 0; i < (count ? p.m : 0); ++i) {
                 const Index at = q * p.m * W + i * W + half * H;
-                for (Index c = 0; c < count; ++c) sums[c] += own.rows[1][at + c] * of.own.rows[0][at + c];
+                for (Index c = 0; c < count; ++c) sums[c] += own.rows[1][at + c] * of.now(q)[i * W + half * H + c];
             }
             for (Index c = 0; c < count; ++c) gradient[column + c] = sums[c] * factors.sign(column + c);
         });
@@ -252,7 +255,7 @@ template <class T> class Member {
 
     // The rows times Qᵀ, or Q if p.transpose.
     void forward(const Kept<T> &kept) {
-        sweep(p.transpose, 1, true, nullptr, [&](Index step, const Packed &at) {
+        const auto turn_of = [&](Index step, const Packed &at) {
             const Index kb = p.size_of(at.block);
             factors(kb, p.transpose);
             multiply_by_factor(own.S, own.factor, own.Z);
@@ -268,7 +271,8 @@ template <class T> class Member {
                 if (from && after != now(q)) copy<T>(p.m, from, {now(q), W}, {after, W});
                 own.now[q] = after;
             };
-        });
+        };
+        sweep(p.transpose, 1, true, nullptr, turn_of, [](const Packed &) {});
     }
 
     // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
@@ -276,8 +280,10 @@ template <class T> class Member {
     void backward(const Kept<T> &kept, Strided<T> dV) {
         const bool states = kept.Z, way = !p.transpose;
         const int sets = dV.data && !states ? 2 : 1; // without states the output runs back beside its gradient
-        sweep(way, sets, !kept.scales, kept.scales, [&](Index step, const Packed &at) {
-            const Index kb = p.size_of(at.block), first = columns.first_panel(p, at.block);
+        // The others wait for the sums of the next block, not for ∂Y. So a team first does what they wait for.
+        const bool later = dV.data && states && team.size > 1;
+        const auto turn_of = [&](Index step, const Packed &at) {
+            const Index kb = p.size_of(at.block);
             const T *factor = own.factor;
             if (kept.scales)
                 factor = kept.factor_of(p, at.block);
@@ -285,36 +291,44 @@ template <class T> class Member {
                 factors(kb, way);
             T *const R = own.Z;
             multiply_by_factor(own.S, factor, R);
-            const T *Z = states ? kept.Z_of(p, at.block) : own.Z + p.m * kp;
             if (sets == 2) { // the way back gives −Z
                 multiply_by_factor(own.S + p.m * kp, factor, own.Z + p.m * kp);
                 for (Index i = p.m * kp; i < 2 * p.m * kp; ++i) own.Z[i] = -own.Z[i];
             }
-            if (dV.data) antisymmetric_half(Z, R);
-            if (dV.data && p.kind == Kind::triangular) clear(dV, at.block * p.k, at.block * p.k + kb, p.first_half(at.block) * H);
             if (kept.scales && step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
                 prefetch<false>(kept.factor_of(p, next), kp, kp, kp);
                 if (states) prefetch<false>(kept.Z_of(p, next), p.m, kp, kp);
             }
-            const T *const state = states && step > 0 ? kept.state_of(p, columns, at.block) : nullptr;
+            const BlockGradient gradient(*this, at, kept, dV);
+            if (dV.data && !later) gradient.begin();
             return [=, &at](Index q, Index from, Index to) {
-                T *const g = own.rows[0] + q * p.m * W;
-                if (dV.data) {
-                    const T *const after = state ? state + (q - first) * p.m * W : own.rows[1] + q * p.m * W;
-                    if (state && q + 1 < columns.panels) prefetch<false>(after + p.m * W, p.m, W, W);
-                    if (!streams(dV)) prefetch_panel<true>(dV, at.block, q + 1);
-                    gradient_of_panel(at, q, from, to, Z, R, g, after, dV);
-                    if (sets == 2) {
-                        FASTH_PHASE(update);
-                        T *const o = own.rows[1] + q * p.m * W + from;
-                        product<Result::add, T>(p.m, to - from, {kb, Z, kp, 1, {Y(at, q) + from, W}}, {o, W}, {o, W});
-                    }
+                if (dV.data && !later) gradient.of_panel(q, from, to, now(q));
+                if (sets == 2) {
+                    FASTH_PHASE(update);
+                    T *const o = own.rows[1] + q * p.m * W + from;
+                    product<Result::add, T>(p.m, to - from, {kb, gradient.Z, kp, 1, {Y(at, q) + from, W}}, {o, W}, {o, W});
                 }
                 FASTH_PHASE(update);
-                product<Result::subtract, T>(p.m, to - from, {kb, R, kp, 1, {Y(at, q) + from, W}}, {g + from, W}, {g + from, W});
+                T *const mine = own.rows[0] + q * p.m * W;
+                T *const after = later && now(q) == mine ? own.others + q * p.m * W : mine;
+                product<Result::subtract, T>(p.m, to - from, {kb, R, kp, 1, {Y(at, q) + from, W}}, {now(q) + from, W},
+                                             {after + from, W});
+                if (from && after != now(q)) copy<T>(p.m, from, {now(q), W}, {after, W});
+                own.before[q] = now(q);
+                own.now[q] = after;
             };
-        });
+        };
+        const auto finish = [&](const Packed &at) {
+            if (!later) return;
+            const BlockGradient gradient(*this, at, kept, dV);
+            gradient.begin();
+            for_panels(at.block, [&](Index q, Index from, Index to) {
+                gradient.of_panel(q, from, to, own.before[q]);
+                fetch_when_complete();
+            });
+        };
+        sweep(way, sets, !kept.scales, kept.scales, turn_of, finish);
         if (dV.data && p.kind == Kind::triangular) clear(dV, p.reflectors(), p.r, p.d);
         fence();
     }
@@ -337,8 +351,10 @@ template <class T> class Member {
 
     // One block after the other: S = rows · Yᵀ is added up over the team; `turn_of(step, block)` makes of it what the
     // block needs, and gives back what to do to a panel, after which the panel's part of the next S is computed, while it
-    // is at hand. Packing the next block and its G = Y Yᵀ, if wanted, fills the time until the others' sums are there.
-    template <class Turn> void sweep(bool way, int sets, bool gram, const T *scales, const Turn &turn_of) {
+    // is at hand. What fills the time until the others' sums are there: `finish(block)` for the block before, packing the
+    // next one, and its G = Y Yᵀ, if wanted.
+    template <class Turn, class Finish>
+    void sweep(bool way, int sets, bool gram, const T *scales, const Turn &turn_of, const Finish &finish) {
         if (p.blocks() == 0) return;
         Packed *at = &own.packed[0], *next = &own.packed[1];
         T *sums = begin_sums(sets, gram);
@@ -347,6 +363,7 @@ template <class T> class Member {
         for (Index step = 0; step < p.blocks(); ++step) {
             const bool last = step + 1 == p.blocks();
             announce(sets, gram);
+            if (step > 0) finish(*next);
             if (!last) {
                 sums = begin_sums(sets, gram);
                 prepare(*next, p.block_at(step + 1, way), gram, scales, sums + sets * p.m * kp);
@@ -363,6 +380,7 @@ template <class T> class Member {
             }
             std::swap(at, next);
         }
+        finish(*next);
     }
 
     // This member's place for the sums of the next block, at zero.
@@ -604,6 +622,35 @@ template <class T> class Member {
             std::fill(row + to, row + kp, T(0));
         }
     }
+
+    // The gradient of a block's reflectors, once R, in own.Z, is known.
+    struct BlockGradient {
+        const Member &member;
+        const Packed &at;
+        const Strided<T> dV;
+        const T *Z, *R;
+        const T *state = nullptr; // the rows after the block, unless they are the output, in the second set of rows
+
+        BlockGradient(const Member &member, const Packed &at, const Kept<T> &kept, Strided<T> dV)
+            : member(member), at(at), dV(dV), R(member.own.Z) {
+            const Problem &p = member.p;
+            Z = kept.Z ? kept.Z_of(p, at.block) : R + p.m * member.kp;
+            if (kept.Z && at.block != p.block_at(0, !p.transpose)) state = kept.state_of(p, member.columns, at.block);
+        }
+        void begin() const {
+            const Problem &p = member.p;
+            member.antisymmetric_half(Z, R);
+            if (p.kind == Kind::triangular)
+                member.clear(dV, at.block * p.k, at.block * p.k + p.size_of(at.block), p.first_half(at.block) * p.H);
+        }
+        void of_panel(Index q, Index from, Index to, const T *g) const {
+            const Index size = member.p.m * member.W, first = member.columns.first_panel(member.p, at.block);
+            const T *const after = state ? state + (q - first) * size : member.own.rows[1] + q * size;
+            if (state && q + 1 < member.columns.panels) prefetch<false>(after + size, member.p.m, member.W, member.W);
+            if (!member.streams(dV)) member.template prefetch_panel<true>(dV, at.block, q + 1);
+            member.gradient_of_panel(at, q, from, to, Z, R, g, after, dV);
+        }
+    };
 
     // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.
     void gradient_of_panel(const Packed &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after,

@@ -10,8 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.reflections import blocked, native, native_svd, ops
-from fasth.reflections.tuning import default_block_size, materialising_pays
+from fasth.reflections import blocked, native, native_svd, ops, tuned
+from fasth.reflections.tuning import (
+    block_size_or_form,
+    block_sizes_or_form,
+    default_block_size,
+    materialising_pays,
+)
 
 __all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
 
@@ -56,10 +61,9 @@ def householder(
     if block_size is None and _core_at_once():  # the shortest way, for small steps
         sizes = native.core().plain_householder(x, V)
         if sizes is not None:
-            rows, r, d = sizes
-            if not materialising_pays(rows, r, d, triangular, V):
+            k = block_size_or_form(*sizes, bool(triangular), V.dtype, torch.get_num_threads(), tuned.changes)
+            if k is not None:
                 kind = native.TRIANGULAR if triangular else native.FULL
-                k = default_block_size(r, V, rows)
                 return native.householder(x, V, transpose=transpose, kind=kind, block_size=k)
     _check(x, V, block_size)
     if _autocast(x):
@@ -124,10 +128,9 @@ def svd_linear(
     if _core_at_once():  # the shortest way, for small steps
         sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs)
         if sizes is not None:
-            rows, n, m, r_U, r_V = sizes
-            if not materialising_pays(rows, min(n, m), max(n, m), form != "full", U):
+            blocks = block_sizes_or_form(*sizes, form != "full", U.dtype, torch.get_num_threads(), tuned.changes)
+            if blocks is not None:
                 kind = FORMS.index(form)
-                blocks = default_block_size(min(r_U, n), U, rows), default_block_size(min(r_V, m), U, rows)
                 return native_svd.svd_linear(x, U, sigma, V, bias, signs, kind, blocks, SVD_COMPOSED[kind])
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]

@@ -98,10 +98,13 @@ def store(entry: Entry) -> None:
             others = [other for other in load() if other.identity != entry.identity]
         entries = [asdict(kept) for kept in (*others, entry)]
         files.write(path(), json.dumps({"version": _VERSION, "entries": entries}, indent=1) + "\n")
+    global changes
     table()[entry.key] = entry
+    changes += 1
 
 
 _table: dict[tuple[str, int, str, int], Entry] | None = None
+changes = 0  # of the table, for those who remember what they found in it
 
 
 def table() -> dict[tuple[str, int, str, int], Entry]:
@@ -120,8 +123,9 @@ def table() -> dict[tuple[str, int, str, int], Entry]:
 
 def forget() -> None:
     """The file is read again when next needed."""
-    global _table
+    global _table, changes
     _table = None
+    changes += 1
 
 
 def _machine_or_none(device: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def default_block_size(r: int, like: Tensor | None = None, rows: int = 32) -> in
     if torch.compiler.is_compiling():
         return block_size_by_rule(r, on_cpu)
     found = _tuned(r, like)
-    return _remembered_rule(r, on_cpu, rows >= MANY_ROWS) if found is None else found.block_size
+    return block_size_by_rule(r, on_cpu, rows >= MANY_ROWS) if found is None else found.block_size
 
 
 def block_size_by_rule(r: int, on_cpu: bool = True, many_rows: bool = False) -> int:
@@ -36,9 +36,6 @@ def block_size_by_rule(r: int, on_cpu: bool = True, many_rows: bool = False) -> 
     count, and on other devices, where every product in sequence is a launch.
     """
     return even_block_size(r, 64 if r > 1024 and (many_rows or not on_cpu) else 32)
-
-
-_remembered_rule = functools.cache(block_size_by_rule)  # for eager calls: torch.compile warns of a cache
 
 
 def even_block_size(r: int, widest: int) -> int:
@@ -55,6 +52,30 @@ def materialising_pays(rows: int, r: int, d: int, triangular: bool, like: Tensor
     if found is None:
         return rows > crossover_by_rule(r, d, triangular)
     return rows >= (found.crossover if triangular else found.crossover_full)
+
+
+# The same for eager work on the CPU, and remembered, since a small step takes little longer than asking. `threads` and
+# `changes`, those of the table, are what the answers depend on besides.
+
+
+@functools.lru_cache(4096)
+def block_size_or_form(
+    rows: int, r: int, d: int, triangular: bool, dtype: torch.dtype, threads: int, changes: int
+) -> int | None:
+    """The block size to apply r reflections with, or None where forming Q costs less."""
+    like = torch.empty(0, dtype=dtype, device="cpu")
+    return None if materialising_pays(rows, r, d, triangular, like) else default_block_size(r, like, rows)
+
+
+@functools.lru_cache(4096)
+def block_sizes_or_form(
+    rows: int, n: int, m: int, r_U: int, r_V: int, triangular: bool, dtype: torch.dtype, threads: int, changes: int
+) -> tuple[int, int] | None:
+    """Those of U and V to apply W = U Σ Vᵀ: (n, m) with, or None where forming W costs less."""
+    like = torch.empty(0, dtype=dtype, device="cpu")
+    if materialising_pays(rows, min(n, m), max(n, m), triangular, like):
+        return None
+    return default_block_size(min(r_U, n), like, rows), default_block_size(min(r_V, m), like, rows)
 
 
 def crossover_by_rule(r: int, d: int, triangular: bool) -> float:
