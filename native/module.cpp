@@ -64,7 +64,7 @@ template <class T> class Keeping {
         if (room < 0) return nothing_kept; // no matrices, and so no memory
         const int kept = work.best_kept(room);
         expect(!given || work.size(kept) <= room, "`sizes` should be those of the weight: there is no room for what is kept");
-        if (wanted && kept != nothing_kept) memory = like.new_vector(work.size(kept) + 1);
+        if (wanted && kept != nothing_kept) memory = like.new_empty({work.size(kept) + 1});
         return kept;
     }
     template <class Work> void finish(const Work &work, int kept) const {
@@ -135,7 +135,7 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
             expect(!needs_V || (out.here() && out.numel() == g.numel()), "the output has another shape");
             const Found<T> found(memory, work);
             const Tensor dx = needs_x ? g.new_rows() : Tensor();
-            const Tensor dV = !needs_V ? Tensor() : kind == int(Kind::compact) ? V.new_zeros_like() : V.new_like();
+            const Tensor dV = needs_V ? V.new_like() : Tensor();
             {
                 nb::gil_scoped_release release;
                 work.backward(batch_of<const T>(g, V.dims()), out.data<const T>(), batch_of<const T>(V, V.dims()),
@@ -184,77 +184,103 @@ struct Factors {
             return "there should be two rows of signs, as many as singular values";
         if (bias.here() && !(bias.dims() == 1 && bias.size(0) == n())) return "the bias should be as long as W has rows";
         if (kind < 0 || kind > 2 || U_block < 1 || V_block < 1) return "unknown kind of reflectors, or a block of none";
+        if (!V.here() && kind != int(Kind::compact)) return "only compact reflectors of U and V share a matrix";
         return nullptr;
     }
-    template <class T> Weight<T> weight(Index rows, const Tensor &bias, int threads) const {
+    // `together`: the gradients of both sides are those of one tensor, and added up.
+    template <class T> Weight<T> weight(Index rows, const Tensor &bias, int threads, bool together = false) const {
         for (const Tensor *t : {&U, &sigma, &V, &signs, &bias}) expect_dtype<T>(*t);
         if (const char *const what = wrong(bias)) throw nb::value_error(what);
         expect(threads > 0, "a team of none");
         const Index H = Problem::half_panel<T>;
-        const Problem V_problem{rows, V_reflectors(), m(), Kind(kind), true, V_block, H};
-        const Problem U_problem{rows, U_reflectors(), n(), Kind(kind), false, U_block, H};
+        const Problem V_problem{rows, V_reflectors(), m(), Kind(kind), true, V_block, H, !V.here(), together};
+        const Problem U_problem{rows, U_reflectors(), n(), Kind(kind), false, U_block, H, !V.here()};
         const Diagonal<T> diagonal{sigma.data<const T>(), signs.data<const T>(), sigma.size(0)};
         return {V_problem, U_problem, V_side<const T>(V.here() ? V : U), U_side<const T>(U), diagonal, threads};
     }
 };
 
+// Rows to multiply, or what becomes of them: (*, width), or (width, count) if they stand as columns.
+struct Rows {
+    Tensor tensor;
+    bool columns;
+
+    Rows(Tensor t, bool columns) : tensor(std::move(t)), columns(columns) {
+        expect(!tensor.here() || (columns ? tensor.dims() == 2 : tensor.dims() > 0), "rows or columns of some length are needed");
+        if (tensor.here() && tensor.dims() != 2) tensor = std::move(tensor).in_rows();
+    }
+    Index width() const { return columns ? tensor.size(0) : tensor.size(-1); }
+    Index count() const { return columns ? tensor.size(1) : tensor.rows(); }
+    template <class T> Strided<T> all() const {
+        if (!tensor.here()) return {};
+        if (columns) return {tensor.data<T>(), tensor.stride(1), tensor.stride(0)};
+        return {tensor.data<T>(), tensor.dims() == 2 ? tensor.stride(0) : width(), tensor.dims() == 2 ? tensor.stride(1) : 1};
+    }
+    Rows new_of_width(Index width) const {
+        return {columns ? tensor.new_empty({width, count()}) : tensor.new_with_last(width), columns};
+    }
+};
+
 constexpr Index always_kept = Index(1) << 18; // so many numbers are kept without asking whether they are worth it
 
-// x Wᵀ + bias, and what is kept, as for `householder`.
-nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs, int kind,
-                      Index U_block, Index V_block, int threads, nb::handle keep) {
-    const Tensor x = Tensor(x_).in_rows(), bias = Tensor(bias_).in_rows();
+// x Wᵀ + bias, or, if `columns`, W x; and what is kept, as for `householder`.
+nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs,
+                      bool columns, int kind, Index U_block, Index V_block, int threads, nb::handle keep) {
+    const Rows x(Tensor(x_), columns);
+    const Tensor bias = Tensor(bias_).in_rows();
     const Factors factors(U, sigma, V, signs, kind, U_block, V_block);
-    return by_dtype(x, [&](auto zero) {
+    return by_dtype(x.tensor, [&](auto zero) {
         using T = decltype(zero);
-        expect_dtype<T>(x);
-        expect(x.dims() > 0 && factors.U.dims() == 2 && x.size(-1) == factors.m(), "x should be as wide as W");
-        const Weight<T> work = factors.weight<T>(x.rows(), bias, threads);
-        const Tensor out = x.new_with_last(factors.n());
+        expect_dtype<T>(x.tensor);
+        const Weight<T> work = factors.weight<T>(x.count(), bias, threads);
+        expect(x.width() == factors.m(), "x should be as wide as W");
+        const Rows out = x.new_of_width(factors.n());
         Keeping<T> keeping(keep);
-        const Index room = 2 * (x.numel() + factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0));
-        int kept = keeping.plan(work, x, std::max(room, always_kept));
+        const Index room = 2 * (x.tensor.numel() + factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0));
+        int kept = keeping.plan(work, x.tensor, std::max(room, always_kept));
         {
             nb::gil_scoped_release release;
             T *const memory = keeping.memory.template data<T>();
-            kept = work.forward(x.data<const T>(), bias.data<const T>(), out.data<T>(), memory, kept);
+            kept = work.forward(x.all<const T>(), bias.data<const T>(), out.all<T>(), memory, kept);
             keeping.finish(work, kept);
         }
-        return nb::make_tuple(out.object, keeping.memory.or_none());
+        return nb::make_tuple(out.tensor.object, keeping.memory.or_none());
     });
 }
 
-// The gradients of x, U, sigma, V and bias, or None for those of `needs` that are not needed.
+// The gradients of x, U, sigma, V and bias, or None for those of `needs` that are not needed. If U and V are `one` tensor,
+// that of U is that of both.
 nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_,
-                               nb::handle signs, nb::handle memory, int kind, Index U_block, Index V_block, int threads,
-                               const nb::sequence &needs) {
-    const Tensor g = Tensor(g_).in_rows(), x(x_), bias(bias_);
+                               nb::handle signs, nb::handle memory, bool one, bool columns, int kind, Index U_block,
+                               Index V_block, int threads, const nb::sequence &needs) {
+    const Tensor bias(bias_);
     const Factors factors(U, sigma, V, signs, kind, U_block, V_block);
     const auto needed = [&](int i) { return nb::cast<bool>(needs[i]); };
-    // Compact reflectors write one side of their matrix. Two that share one write all of it.
-    const bool partial = factors.V.here() && kind == int(Kind::compact);
-    const auto reflectors = [&](const Tensor &t) { return partial ? t.new_zeros_like() : t.new_like(); };
     return with_saved([&] {
-        return by_dtype(g, [&](auto zero) {
+        const Rows g(Tensor(g_), columns), x(Tensor(x_), columns);
+        return by_dtype(g.tensor, [&](auto zero) {
             using T = decltype(zero);
-            expect_dtype<T>(g), expect_dtype<T>(x);
-            const Weight<T> work = factors.weight<T>(x.rows(), bias, threads);
-            expect(x.dims() == g.dims() && x.size(-1) == factors.m() && g.size(-1) == factors.n() && x.rows() == g.rows(),
+            expect_dtype<T>(g.tensor), expect_dtype<T>(x.tensor);
+            const Weight<T> work = factors.weight<T>(x.count(), bias, threads, one);
+            expect(x.tensor.dims() == g.tensor.dims() && x.width() == factors.m() && g.width() == factors.n() &&
+                       x.count() == g.count(),
                    "x has another shape");
+            expect(!one || (factors.V.here() && factors.U.size(0) == factors.V.size(0) && factors.n() == factors.m()),
+                   "U and V are not one tensor any more");
             const Found<T> found(memory, work);
             expect(found.kept != nothing_kept, "nothing was kept");
-            const Tensor dx = needed(0) ? x.new_rows() : Tensor();
-            const Tensor dU = needed(1) ? reflectors(factors.U) : Tensor();
+            const Rows dx(needed(0) ? x.tensor.new_rows() : Tensor(), columns);
+            const Tensor dU = needed(1) ? factors.U.new_like() : Tensor();
             const Tensor dsigma = factors.sigma.new_rows();
-            const Tensor dV = factors.V.here() && needed(3) ? reflectors(factors.V) : Tensor();
+            const Tensor dV = factors.V.here() && !one && needed(3) ? factors.V.new_like() : Tensor();
             const Tensor dbias = bias.here() && needed(4) ? bias.new_rows() : Tensor();
             {
                 nb::gil_scoped_release release;
-                work.backward(g.data<const T>(), found.memory.template data<T>(), found.kept,
-                              {dx.data<T>(), factors.V_side<T>(factors.V.here() ? dV : dU), dsigma.data<T>(),
+                work.backward(g.all<const T>(), found.memory.template data<T>(), found.kept,
+                              {dx.all<T>(), factors.V_side<T>(factors.V.here() && !one ? dV : dU), dsigma.data<T>(),
                                factors.U_side<T>(dU), dbias.data<T>()});
             }
-            return nb::make_tuple(dx.or_none(), dU.or_none(), needed(2) ? dsigma.object : nb::none(), dV.or_none(),
+            return nb::make_tuple(dx.tensor.or_none(), dU.or_none(), needed(2) ? dsigma.object : nb::none(), dV.or_none(),
                                   dbias.or_none());
         });
     });
@@ -267,6 +293,18 @@ bool plain(const nb::args &tensors) {
     return true;
 }
 
+// Whether a plain tensor has an entry of this value; None for any other tensor.
+nb::object contains(nb::handle tensor, double value) {
+    if (!is_plain(tensor)) return nb::none();
+    const Tensor t = Tensor(tensor).in_rows();
+    const auto found = [&](auto zero) {
+        using T = decltype(zero);
+        const T *const data = t.data<const T>();
+        return nb::bool_(std::find(data, data + t.numel(), T(value)) != data + t.numel());
+    };
+    return t.of<double>() ? found(double()) : found(float());
+}
+
 // The commonest arguments at once: (rows, r, d) of plain x: (*, d) and V: (r, d) of one dtype; None for any others.
 nb::object plain_householder(nb::handle x_, nb::handle V_) {
     if (!is_plain(x_) || !is_plain(V_)) return nb::none();
@@ -276,27 +314,31 @@ nb::object plain_householder(nb::handle x_, nb::handle V_) {
 }
 
 // Likewise (rows, n, m, U's reflectors, V's) for the arguments of `svd_linear`.
-nb::object plain_svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs) {
+nb::object plain_svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs,
+                            bool columns) {
     for (nb::handle t : {x_, U, sigma, V, bias_, signs})
         if (!t.is_none() && !is_plain(t)) return nb::none();
-    const Tensor x(x_), bias(bias_);
-    const Factors f(U, sigma, V, signs, 0, 1, 1);
-    if (f.wrong(bias) || x.dims() < 1 || x.size(-1) != f.m()) return nb::none();
+    const Tensor bias(bias_);
+    Tensor x_tensor(x_);
+    if (columns ? x_tensor.dims() != 2 : x_tensor.dims() < 1) return nb::none();
+    const Factors f(U, sigma, V, signs, int(Kind::compact), 1, 1);
     for (const Tensor *t : {&f.U, &f.sigma, &f.V, &f.signs, &bias})
-        if (t->here() && t->of<float>() != x.of<float>()) return nb::none();
-    return nb::make_tuple(x.rows(), f.n(), f.m(), f.U_reflectors(), f.V_reflectors());
+        if (t->here() && t->of<float>() != x_tensor.of<float>()) return nb::none();
+    const Rows x(std::move(x_tensor), columns);
+    if (f.wrong(bias) || x.width() != f.m()) return nb::none();
+    return nb::make_tuple(x.count(), f.n(), f.m(), f.U_reflectors(), f.V_reflectors());
 }
 
 // To be called once, before anything else. `table` is the capsule that torch.Tensor has for DLPack, or None.
 void connect(nb::handle tensor, nb::handle parameter, nb::handle float32, nb::handle float64, nb::handle empty_like,
-             nb::handle zeros_like, nb::handle in_rows, nb::handle table) {
-    Torch found{tensor.ptr(), parameter.ptr(), float32.ptr(), float64.ptr(), empty_like.ptr(), zeros_like.ptr(), in_rows.ptr()};
+             nb::handle in_rows, nb::handle table) {
+    Torch found{tensor.ptr(), parameter.ptr(), float32.ptr(), float64.ptr(), empty_like.ptr(), in_rows.ptr()};
     if (!table.is_none()) {
         const auto *const functions = static_cast<const ExchangeTable *>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"));
         if (!functions) throw nb::python_error();
         if (functions->version.major == 1) found.read = functions->read;
     }
-    for (PyObject *object : {found.tensor, found.parameter, found.float32, found.float64, found.empty_like, found.zeros_like, found.in_rows})
+    for (PyObject *object : {found.tensor, found.parameter, found.float32, found.float64, found.empty_like, found.in_rows})
         Py_INCREF(object);
     fasth::torch = found;
 }
@@ -315,15 +357,16 @@ NB_MODULE(FASTH_MODULE, m) {
 #endif
     const auto some = nb::arg();
     const auto any = nb::arg().none(); // or None
-    m.def("connect", &connect, some, some, some, some, some, some, some, any);
+    m.def("connect", &connect, some, some, some, some, some, some, any);
     m.def("plain", &plain);
+    m.def("contains", &contains);
     m.def("plain_householder", &plain_householder, any, any);
-    m.def("plain_svd_linear", &plain_svd_linear, any, any, any, any, any, any);
+    m.def("plain_svd_linear", &plain_svd_linear, any, any, any, any, any, any, some);
     m.def("householder", &householder);
     m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some);
     m.def("least_kept", &least_kept);
-    m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, any);
+    m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, some, some);
     m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, some, some, some, some,
-          some);
+          some, some, some);
     nb::set_leak_warnings(false); // at exit, torch and Python unload in an order that no module can influence
 }

@@ -34,7 +34,7 @@ constexpr Index half_panel_bytes = 128;
 template <class T> struct Matrix { // row-major, rows row_stride apart
     T *data;
     Index row_stride;
-    Index gap = 0; // in a result: how far apart two half panels are, beyond their own width
+    Index gap = 0; // in a result and what it is added to: how far apart two half panels are, beyond their own width
     Index column(Index j) const { return j < half_panel_bytes / Index(sizeof(T)) ? j : j + gap; }
 };
 enum class Left { dense, strictly_lower, strictly_upper };
@@ -98,9 +98,9 @@ inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<c
             auto value = sum[i][c];
             const Index j = column + c * width;
             if constexpr (result == Result::negative || result == Result::negative_streamed) value = pnegate(value);
-            if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
+            if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + base.column(j)), value);
             if constexpr (result == Result::subtract)
-                value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
+                value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + base.column(j)), value);
             T *const target = out.data + (row + i) * out.row_stride + out.column(j);
             if constexpr (result == Result::negative_streamed)
                 stream(target, value);

@@ -31,11 +31,14 @@ struct Problem {
     bool transpose;
     Index k; // reflections in a block
     Index H; // columns in half a panel
+    bool shares = false; // with compact reflectors: whether another product has its own in the rest of the matrix
+    bool adds = false;   // whether the gradient of V is added to what is there
 
     template <class T> static constexpr Index half_panel = half_panel_bytes / sizeof(T);
 
     bool triangular() const { return kind != Kind::full; }
     Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
+    bool fills() const { return triangular() && !shares && !adds; } // zeros in the gradient where V has none of its own
     Index blocks() const { return (reflectors() + k - 1) / k; }
     Index size_of(Index block) const { return std::min(k, reflectors() - block * k); }
     Index padded_k() const { return round_up(k, padding); }
@@ -190,6 +193,8 @@ template <class T> class Member {
             T *const panel = own.rows[set] + q * p.m * W;
             if (set == 0) own.now[q] = panel;
             const Index column = columns.column(q, half), width = std::min(H, p.d - column);
+            if (source.row_stride == 1 && source.column_stride != 1 && width == H && p.m % packet_size<T> == 0)
+                return transpose<T>(H, p.m, {&source(0, column), source.column_stride}, {panel + half * H, W});
             for (Index i = 0; i < p.m; ++i) {
                 T *const row = panel + i * W + half * H;
                 if (source.column_stride == 1)
@@ -205,12 +210,15 @@ template <class T> class Member {
         for_halves([&](Index q, Index half) {
             FASTH_PHASE(rows);
             const Index column = columns.column(q, half), width = std::min(H, p.d - column);
+            const bool by_columns = target.row_stride == 1 && target.column_stride != 1;
+            if (by_columns && !bias && width == H && p.m % packet_size<T> == 0)
+                return transpose<T>(p.m, H, {now(q) + half * H, W}, {&target(0, column), target.column_stride});
             for (Index i = 0; i < p.m; ++i) {
                 const T *const row = now(q) + i * W + half * H;
-                if (!bias)
+                if (!bias && target.column_stride == 1)
                     std::memcpy(&target(i, column), row, sizeof(T) * width);
                 else
-                    for (Index c = 0; c < width; ++c) target(i, column + c) = row[c] + bias[column + c];
+                    for (Index c = 0; c < width; ++c) target(i, column + c) = row[c] + (bias ? bias[column + c] : T(0));
             }
         });
     }
@@ -329,7 +337,7 @@ template <class T> class Member {
             });
         };
         sweep(way, sets, !kept.scales, kept.scales, turn_of, finish);
-        if (dV.data && p.kind == Kind::triangular) clear(dV, p.reflectors(), p.r, p.d);
+        if (dV.data && p.fills()) clear(dV, p.reflectors(), p.r, p.d);
         fence();
     }
 
@@ -640,7 +648,7 @@ template <class T> class Member {
         void begin() const {
             const Problem &p = member.p;
             member.antisymmetric_half(Z, R);
-            if (p.kind == Kind::triangular)
+            if (p.fills())
                 member.clear(dV, at.block * p.k, at.block * p.k + p.size_of(at.block), p.first_half(at.block) * p.H);
         }
         void of_panel(Index q, Index from, Index to, const T *g) const {
@@ -665,6 +673,7 @@ template <class T> class Member {
         if (in_place) { // the usual case
             const Index gap = from == 0 ? columns.column(q, 1) - columns.column(q, 0) - H : 0;
             const Matrix<T> place{&dV(at.block * p.k, columns.column(q, from / H)), dV.row_stride, gap};
+            if (p.adds) return product<Result::subtract, T>(kb, to - from, terms, {place.data, place.row_stride, gap}, place);
             return streams(dV) ? product<Result::negative_streamed, T>(kb, to - from, terms, {nullptr, 0}, place)
                                : product<Result::negative, T>(kb, to - from, terms, {nullptr, 0}, place);
         }
@@ -677,27 +686,30 @@ template <class T> class Member {
             store_gradient(piece(at.block, q, start / H), dY + start, Yt(at, q) + start * kp, dV);
     }
 
-    // Half a panel of ∂Y into its place; `spare` is (H, kp). What compact storage leaves out is not ours to write.
+    // Half a panel of ∂Y into its place; `spare` is (H, kp).
     void store_gradient(const Piece &at, T *dY, T *spare, Strided<T> dV) const {
-        if (p.kind == Kind::triangular)
+        if (p.triangular() && !p.shares)
             for (Index j = 0; j < at.rows; ++j) std::fill(dY + j * W, dY + j * W + at.start(j), T(0));
+        if (p.adds)
+            for (Index j = 0; j < at.rows; ++j)
+                for (Index c = at.start(j); c < at.width; ++c) dY[j * W + c] += dV(at.row + j, at.column + c);
         if (dV.row_stride == 1 && dV.column_stride != 1) {
             for (Index j = at.rows; j < kp; ++j) std::fill(dY + j * W, dY + j * W + H, T(0));
             transpose<T>(kp, H, {dY, W}, {spare, kp});
             const bool streamed = streams(dV) && at.whole(H) && at.rows % packet_size<T> == 0;
             for (Index c = 0; c < at.width; ++c) {
-                const Index count = at.compact ? at.stop(c) : at.rows;
+                const Index count = p.shares ? at.stop(c) : at.rows;
                 if (streamed)
                     for (Index j = 0; j < count; j += packet_size<T>)
                         stream(&dV(at.row + j, at.column + c), Eigen::internal::ploadu<Packet<T>>(spare + c * kp + j));
                 else if (count)
                     std::memcpy(&dV(at.row, at.column + c), spare + c * kp, sizeof(T) * count);
             }
-        } else if (dV.column_stride == 1 && at.width == H && !at.compact) {
+        } else if (dV.column_stride == 1 && at.width == H && !p.shares) {
             copy<T>(at.rows, H, {dY, W}, {&dV(at.row, at.column), dV.row_stride});
         } else {
             for (Index j = 0; j < at.rows; ++j) {
-                const Index c = at.compact ? at.start(j) : 0;
+                const Index c = p.shares ? at.start(j) : 0;
                 if (dV.column_stride == 1)
                     std::memcpy(&dV(at.row + j, at.column + c), dY + j * W + c, sizeof(T) * (at.width - c));
                 else
@@ -716,17 +728,22 @@ template <class T> class Member {
                reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 
-    // Zeros in dV: rows `from` to `to`, columns before `end`; the members share the rows.
+    // Zeros in dV: rows `from` to `to`, columns before `end`; the members share them.
     void clear(Strided<T> dV, Index from, Index to, Index end) const {
         FASTH_PHASE(clear);
-        for (Index i = from + team.rank; i < to; i += team.size) {
-            if (dV.column_stride == 1 && streams(dV))
-                for (Index c = 0; c < end; c += packet_size<T>) stream(&dV(i, c), Eigen::internal::pset1<Packet<T>>(T(0)));
-            else if (dV.column_stride == 1)
-                std::memset(&dV(i, 0), 0, sizeof(T) * std::size_t(end));
+        const auto fill = [&](T *start, Index count) {
+            if (streams(dV) && count % packet_size<T> == 0)
+                for (Index c = 0; c < count; c += packet_size<T>) stream(start + c, Eigen::internal::pset1<Packet<T>>(T(0)));
             else
+                std::memset(start, 0, sizeof(T) * std::size_t(count));
+        };
+        if (dV.column_stride == 1)
+            for (Index i = from + team.rank; i < to; i += team.size) fill(&dV(i, 0), end);
+        else if (dV.row_stride == 1)
+            for (Index c = team.rank; c < (from < to ? end : 0); c += team.size) fill(&dV(from, c), to - from);
+        else
+            for (Index i = from + team.rank; i < to; i += team.size)
                 for (Index c = 0; c < end; ++c) dV(i, c) = T(0);
-        }
     }
 
     void keep(const Packed &at, const Kept<T> &kept) const {

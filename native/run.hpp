@@ -188,11 +188,11 @@ template <class T> struct Weight {
     int best_kept(Index room) const { return size(plan.members) <= room ? plan.members : factors_kept; }
 
     // Gives back what was kept, which may be nothing only where there is no memory for it.
-    int forward(const T *x, const T *bias, T *out, T *memory, int planned) const {
+    int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
         const int members = for_batch(plan, 1, lay_out(1), [&](const Benches &benches, Team &team, Index) {
             Member<T> v = benches.V.member(V, team, V_reflectors), u = benches.U.member(U, team, U_reflectors);
             const int kept = kept_by(team, planned);
-            v.load({x, V.d, 1});
+            v.load(x);
             v.forward(V_part(memory, team, kept));
             u.load_scaled(v, diagonal);
             u.forward(U_part(memory, team, kept));
@@ -200,34 +200,32 @@ template <class T> struct Weight {
                 v.store({memory, V.d, 1});
                 u.store({memory + U_output(), U.d, 1});
             }
-            u.store({out, U.d, 1}, bias);
+            u.store(out, bias);
         });
         return members == planned ? planned : std::min(planned, factors_kept);
     }
 
     struct Gradients { // any may be left out; that of x or V needs that of sigma
-        T *x;
-        Strided<T> V;
+        Strided<T> x, V;
         T *sigma;
         Strided<T> U;
         T *bias;
     };
-    void backward(const T *g, T *memory, int kept, const Gradients &to) const {
+    void backward(Strided<const T> g, T *memory, int kept, const Gradients &to) const {
         for_batch(plan, 1, lay_out(2), [&](const Benches &benches, Team &team, Index) {
             Member<T> v = benches.V.member(V, team, V_reflectors), u = benches.U.member(U, team, U_reflectors);
-            u.load({g, U.d, 1});
+            u.load(g);
             if (to.bias) u.sum_columns(to.bias);
             if (to.U.data) u.load({memory + U_output(), U.d, 1}, 1);
             u.backward(U_part(memory, team, kept), to.U);
             if (!to.sigma) return;
             v.load({memory, V.d, 1}, 1);
             v.gradient_of_factors(u, diagonal, to.sigma);
-            if (!to.x && !to.V.data) return;
+            if (!to.x.data && !to.V.data) return;
             v.load_scaled(u, diagonal);
             v.backward(V_part(memory, team, kept), to.V);
-            if (to.x) v.store({to.x, V.d, 1});
-            // Compact reflectors leave out their diagonal, which U and V may share.
-            if (to.V.data && V.kind == Kind::compact)
+            if (to.x.data) v.store(to.x);
+            if (to.V.data && V.shares) // the diagonal between U and V is nobody's
                 for (Index i = team.rank; i < V.reflectors(); i += team.size) to.V(i, i) = T(0);
         });
     }

@@ -27,7 +27,7 @@ struct ExchangeTable {
 // What is needed of the running PyTorch. It stays for as long as the process does.
 struct Torch {
     PyObject *tensor = nullptr, *parameter = nullptr, *float32 = nullptr, *float64 = nullptr;
-    PyObject *empty_like = nullptr, *zeros_like = nullptr, *in_rows = nullptr; // in_rows: a tensor as x.contiguous() is
+    PyObject *empty_like = nullptr, *in_rows = nullptr; // in_rows: a tensor as x.contiguous() is
     decltype(ExchangeTable::read) read = nullptr;
 };
 inline Torch torch;
@@ -99,18 +99,12 @@ class Tensor {
     // New ones of the same shape: one number after the other, or with the same strides.
     Tensor new_rows() const { return Tensor(contiguous() ? like() : call(torch.in_rows, object)); }
     Tensor new_like() const { return Tensor(like()); }
-    Tensor new_zeros_like() const { return Tensor(call(torch.zeros_like, object)); }
-    Tensor new_vector(Index size) const {
-        static const Name method("new_empty");
-        return Tensor(call(method, object, nb::int_(size)));
-    }
+    Tensor new_empty(std::initializer_list<Index> shape) const { return new_empty(shape.begin(), int(shape.size())); }
     // The shape of this one, but for the last dimension.
     Tensor new_with_last(Index last) const {
-        static const Name method("new_empty");
-        nb::object shape = nb::steal(owned(PyTuple_New(dims())));
-        for (int i = 0; i < dims(); ++i)
-            PyTuple_SET_ITEM(shape.ptr(), i, owned(PyLong_FromLongLong(i + 1 < dims() ? size(i) : last)));
-        return Tensor(call(method, object, shape));
+        std::vector<Index> shape(view.shape, view.shape + dims());
+        shape.back() = last;
+        return new_empty(shape.data(), dims());
     }
 
   private:
@@ -119,6 +113,12 @@ class Tensor {
     std::vector<std::int64_t> numbers; // sizes and strides, where nothing lends them
 
     nb::object like() const { return call(torch.empty_like, object); }
+    Tensor new_empty(const Index *shape, int dims) const {
+        static const Name method("new_empty");
+        nb::object sizes = nb::steal(owned(PyTuple_New(dims)));
+        for (int i = 0; i < dims; ++i) PyTuple_SET_ITEM(sizes.ptr(), i, owned(PyLong_FromLongLong(shape[i])));
+        return Tensor(call(method, object, sizes));
+    }
     void read() {
         if (!torch.read)
             read_by_methods();

@@ -52,7 +52,7 @@ class _Linear(Factored):
         if y.ndim < 1 or y.shape[-1] != self.out_features:
             raise ValueError(f"`y` should have last dimension {self.out_features}; got shape {tuple(y.shape)}")
         y = y if self.bias is None else y - self.bias
-        return (self._inverse() @ y.unsqueeze(-1)).squeeze(-1)
+        return y @ self._inverse().mT
 
     def _check_square(self, what: str) -> None:
         if self.in_features != self.out_features:

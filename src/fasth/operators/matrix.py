@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from fasth.reflections import native
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,6 +51,10 @@ class Matrix(ABC):
     def _times(self, X: Tensor) -> Tensor:
         """A X for X of shape (*, m, c)."""
 
+    def _times_rows(self, X: Tensor) -> Tensor:
+        """X Aᵀ, as ``F.linear(X, A)``, for X of shape (*, m)."""
+        return self._times(X.unsqueeze(-1)).squeeze(-1) if X.ndim == 1 else self._times(X.mT).mT
+
     def _form(self) -> str:
         """How the factors are held, for the repr."""
         return ""
@@ -67,13 +73,18 @@ class Matrix(ABC):
             raise ValueError(
                 f"`X` should have shape ({m},), ({m}, c) or (*b, {m}, c) for {self!r} @ X; got {tuple(X.shape)}"
             )
+        X = self._as_this(X)
+        return self._times_rows(X) if X.ndim == 1 else self._times(X)
+
+    def _as_this(self, X: Tensor) -> Tensor:
+        """X, which should have this dtype, unless autocast is to see to that, and be on this device."""
         if X.dtype != self.dtype:
             if not torch.is_autocast_enabled(X.device.type):
                 raise TypeError(f"`X` should be {self.dtype}, as {self!r} is; got {X.dtype}")
             X = X.to(self.dtype)
         if X.device != self.device:
             raise ValueError(f"`X` should be on {self.device}, as {self!r} is; got {X.device}")
-        return self._times(X.unsqueeze(-1)).squeeze(-1) if X.ndim == 1 else self._times(X)
+        return X
 
     def __matmul__(self, X: Tensor) -> Tensor:
         return self.matmul(X) if isinstance(X, Tensor) else NotImplemented
@@ -86,11 +97,22 @@ class Matrix(ABC):
             raise ValueError(
                 f"`X` should have shape ({n},), (c, {n}) or (*b, c, {n}) for X @ {self!r}; got {tuple(X.shape)}"
             )
-        return self.mT.matmul(X) if X.ndim == 1 else self.mT.matmul(X.mT).mT
+        return self.mT._times_rows(self._as_this(X))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``X @ A`` and ``torch.matmul``. Without this, PyTorch would first fail to read A as a tensor, slowly."""
+        if function in _PRODUCTS and len(args) == 2 and not kwargs:
+            left, right = args
+            return left.matmul(right) if isinstance(left, Matrix) else right.__rmatmul__(left)
+        return NotImplemented
 
     def __repr__(self) -> str:
         form, dtype = self._form(), str(self.dtype).removeprefix("torch.")
         return f"{type(self).__name__}({'×'.join(map(str, self.shape))}{form and ', ' + form}, {dtype})"
+
+
+_PRODUCTS = (Tensor.__matmul__, Tensor.matmul, torch.matmul)
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -106,6 +128,15 @@ def values_known(t: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+def has_entry(t: Tensor, value: float) -> bool:
+    """Whether an entry of t is this number, as far as numbers may be looked at; on the core, without a launch."""
+    if not values_known(t):
+        return False
+    core = native.core()
+    found = None if core is None else core.contains(t, value)
+    return bool((t == value).any()) if found is None else found
 
 
 def broadcast_batches(**batches: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, values_known
+from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, has_entry
 from fasth.operators.orthogonal import Orthogonal, check_form
 from fasth.reflections import svd_dense, svd_linear
 
@@ -87,7 +87,7 @@ class SVD(Matrix):
         cannot be looked at (``torch.compile``, ``torch.func``), the result is infinite instead.
         """
         self._check_square("inverse")
-        if self.sigma.shape[-1] < self._sides()[0] or (values_known(self.sigma) and not self.sigma.all()):
+        if self.sigma.shape[-1] < self._sides()[0] or has_entry(self.sigma, 0):
             raise LinAlgError(f"inverse: {self!r} is singular, it has a singular value that is 0")
         return self._replace(self.V, self.sigma.reciprocal(), self.U)
 
@@ -124,7 +124,8 @@ class SVD(Matrix):
     def logabsdet(self) -> Tensor:
         """log|det W| = Σ log|sigma|: (*b).  −inf if W is singular. O(n) operations."""
         self._check_square("logabsdet")
-        return self._values().abs().log().sum(-1).expand(self._batch())
+        total, batch = self._values().abs().log().sum(-1), self._batch()
+        return total if total.shape == batch else total.expand(batch)
 
     def norm(self, ord: str | int = "fro") -> Tensor:
         """A norm of W, (*b): "fro", "nuc", 2 or −2, as in ``torch.linalg.matrix_norm``.  O(min(n, m)) operations.
@@ -196,14 +197,20 @@ class SVD(Matrix):
     def _times(self, X: Tensor) -> Tensor:
         U, V, k = self.U, self.V, self.sigma.shape[-1]
         if self._plain():
-            return svd_linear(X.mT, U.V, self.sigma, V.V, signs=self._signs(), form=U.form).mT
+            return svd_linear(X, U.V, self.sigma, V.V, signs=self._signs(), form=U.form, columns=True)
         Y = self.sigma.unsqueeze(-1) * V.mT._times(X)[..., :k, :]
         return U._times(F.pad(Y, (0, 0, 0, U.V.shape[-1] - k)))
+
+    def _times_rows(self, X: Tensor) -> Tensor:
+        if not self._plain():
+            return super()._times_rows(X)
+        return svd_linear(X, self.U.V, self.sigma, self.V.V, signs=self._signs(), form=self.U.form)
 
     def _plain(self) -> bool:
         """Whether W is what ``svd_linear`` takes: no batch, one form, and the reflections in their own order."""
         U, V = self.U, self.V
-        return U.form == V.form and not (U.transposed or V.transposed) and not self._batch()
+        batched = self.sigma.ndim > 1 or any(Q.V.ndim > 2 or (Q.signs is not None and Q.signs.ndim > 1) for Q in (U, V))
+        return U.form == V.form and not (batched or U.transposed or V.transposed)
 
     def _signs(self) -> Tensor | None:
         """Those of U's and V's first k columns: (2, k)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fasth.operators.matrix import LinAlgError, computing_dtype, values_known
+from fasth.operators.matrix import LinAlgError, computing_dtype, has_entry, values_known
 from fasth.operators.orthogonal import Orthogonal, check_form
 from fasth.operators.svd import SVD
 
@@ -51,7 +51,7 @@ class Symmetric(SVD):
         Raises ``torch.linalg.LinAlgError`` if an eigenvalue is −1, as ``torch.linalg.solve`` does, where numbers can be
         looked at (see ``inverse``).
         """
-        if values_known(self.sigma) and (self.sigma == -1).any():
+        if has_entry(self.sigma, -1):
             raise LinAlgError(f"cayley: I + W is singular, {self!r} has an eigenvalue that is -1")
         return self.apply(lambda sigma: (1 - sigma) / (1 + sigma))
 

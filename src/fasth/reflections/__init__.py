@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,7 @@ def svd_linear(
     *,
     signs: Tensor | None = None,
     form: str = "compact",
+    columns: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
 
@@ -121,17 +123,21 @@ def svd_linear(
             right of the diagonal, U's as its columns below it.
         bias: (n,).
         signs: (2, k), those of U's and of V's columns. Constants: they get no gradient.
+        columns: x holds columns, (m, c), and the result is W x: (n, c).
 
     Returns:
         (*, n).
     """
     if _core_at_once():  # the shortest way, for small steps
-        sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs)
+        sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs, columns)
         if sizes is not None:
             blocks = block_sizes_or_form(*sizes, form != "full", U.dtype, torch.get_num_threads(), tuned.changes)
             if blocks is not None:
                 kind = FORMS.index(form)
-                return native_svd.svd_linear(x, U, sigma, V, bias, signs, kind, blocks, SVD_COMPOSED[kind])
+                composed = (SVD_COMPOSED_COLUMNS if columns else SVD_COMPOSED)[kind]
+                return native_svd.svd_linear(x, U, sigma, V, bias, signs, (columns, kind, *blocks), composed)
+    if columns:
+        return svd_linear(x.mT, U, sigma, V, bias, signs=signs, form=form).mT
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]
     _check_svd(x, tensors, n, m, sigma, bias, signs)
@@ -167,7 +173,12 @@ def _svd_composed(
     return out if bias is None else out + bias
 
 
+def _svd_composed_columns(x: Tensor, *factors: Any, form: str) -> Tensor:
+    return _svd_composed(x.mT, *factors, form=form).mT
+
+
 SVD_COMPOSED = [partial(_svd_composed, form=form) for form in FORMS]
+SVD_COMPOSED_COLUMNS = [partial(_svd_composed_columns, form=form) for form in FORMS]
 
 
 def _signed(sigma: Tensor, signs: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 _FUNCTIONS = (
     "connect",
     "plain",
+    "contains",
     "plain_householder",
     "plain_svd_linear",
     "householder",
@@ -78,7 +79,6 @@ def load(level: str) -> ModuleType:
         torch.nn.Parameter,
         *DTYPES,
         torch.empty_like,
-        torch.zeros_like,
         functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
         getattr(Tensor, "__dlpack_c_exchange_api__", None),
     )

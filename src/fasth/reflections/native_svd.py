@@ -18,15 +18,14 @@ def svd_linear(
     V: Tensor | None,
     bias: Tensor | None,
     signs: Tensor | None,
-    kind: int,
-    blocks: tuple[int, int],
+    options: tuple[bool, int, int, int],
     composed: Callable[..., Tensor],
 ) -> Tensor:
     """x Wᵀ + bias in one call, with W = Q_U[:, :k] diag(sigma · signs) Q_V[:, :k]ᵀ.  x: (*, m) → (*, n).
 
     U: (·, n) and V: (·, m) are reflectors; or V is None and U the (n, m) matrix that holds both sides, compact.
-    sigma: (k,), signs: (2, k). ``blocks`` are the block sizes of U and V. ``composed`` computes the same of the same
-    tensors; second derivatives go through it.
+    sigma: (k,), signs: (2, k). ``options`` are: whether x holds columns, W x; the kind of reflectors; the block sizes
+    of U and V. ``composed`` computes the same of the same tensors; second derivatives go through it.
     """
     if torch.is_grad_enabled() and (
         x.requires_grad
@@ -35,8 +34,8 @@ def svd_linear(
         or (V is not None and V.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _run(x, U, sigma, V, bias, signs, (kind, *blocks), composed)
-    return native.core().svd_linear(x, U, sigma, V, bias, signs, kind, *blocks, torch.get_num_threads(), False)[0]
+        return _run(x, U, sigma, V, bias, signs, options, composed)
+    return native.core().svd_linear(x, U, sigma, V, bias, signs, *options, torch.get_num_threads(), False)[0]
 
 
 class _SVDLinear(torch.autograd.Function):
@@ -49,10 +48,10 @@ class _SVDLinear(torch.autograd.Function):
         V: Tensor | None,
         bias: Tensor | None,
         signs: Tensor | None,
-        options: tuple[int, int, int],
+        options: tuple[bool, int, int, int],
         composed: Callable[..., Tensor],
     ) -> Tensor:
-        ctx.core, ctx.options, ctx.composed = native.core(), options, composed
+        ctx.core, ctx.options, ctx.composed, ctx.one = native.core(), options, composed, V is U
         threads = torch.get_num_threads()
         out, kept = ctx.core.svd_linear(x, U, sigma, V, bias, signs, *options, threads, True)
         ctx.save_for_backward(x, U, sigma, V, bias, signs, kept)
@@ -64,7 +63,9 @@ class _SVDLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() or native.watched() or not ctx.core.plain(g):  # a second derivative is to follow
             return *differentiable_gradients(ctx.composed, g, inputs, signs, needs[:5]), None, None, None
-        found = ctx.core.svd_linear_backward(g, *inputs, signs, kept, *ctx.options, torch.get_num_threads(), needs)
+        found = ctx.core.svd_linear_backward(
+            g, *inputs, signs, kept, ctx.one, *ctx.options, torch.get_num_threads(), needs
+        )
         return *found, None, None, None
 
 

@@ -237,7 +237,7 @@ class _Weight(NamedTuple):
         """x Wᵀ + bias, and ``kept`` filled, if it is given."""
         U, sigma, V, signs, *options = self
         keep = False if kept is None else kept
-        return core().svd_linear(x, U, sigma, V, bias, signs, *options, torch.get_num_threads(), keep)[0]
+        return core().svd_linear(x, U, sigma, V, bias, signs, False, *options, torch.get_num_threads(), keep)[0]
 
     def gradients(
         self, g: Tensor, x: Tensor, bias: Tensor | None, kept: Tensor, needs: Sequence[bool]
@@ -245,7 +245,7 @@ class _Weight(NamedTuple):
         """Those of x, U, sigma, V and bias; None where not needed."""
         U, sigma, V, signs, *options = self
         threads = torch.get_num_threads()
-        return core().svd_linear_backward(g, x, U, sigma, V, bias, signs, kept, *options, threads, needs)
+        return core().svd_linear_backward(g, x, U, sigma, V, bias, signs, kept, False, False, *options, threads, needs)
 
 
 def _weight(
