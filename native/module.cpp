@@ -3,6 +3,8 @@
 #include <pthread.h>
 #endif
 
+#include <nanobind/stl/tuple.h>
+
 #include <string>
 
 #include "run.hpp"
@@ -146,9 +148,14 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
     });
 }
 
-// How much is kept at least of any number of rows, of each matrix.
-Index least_kept(Index r, Index d, int kind, Index k) {
-    return kept_size<float>({0, r, d, Kind(kind), false, k, Problem::half_panel<float>}, factors_kept);
+// How much is kept of each matrix, without the rows after every block; and with them, by a team of so many members: for no
+// rows, and for each row besides.
+std::tuple<Index, Index, Index> kept_sizes(Index r, Index d, int kind, Index k, int members, int bytes) {
+    const auto size = [&](Index m, int kept) {
+        const Problem p{m, r, d, Kind(kind), false, k, half_panel_bytes / bytes};
+        return kept_size<float>(p, kept == factors_kept ? kept : int(std::min<Index>(kept, (p.half_panels() + 1) / 2)));
+    };
+    return {size(0, factors_kept), size(0, members), size(1, members) - size(0, members)};
 }
 
 // W: (n, m) as U Σ Vᵀ. Without V, U is the (n, m) matrix that holds both sides, compact.
@@ -221,7 +228,7 @@ struct Rows {
     }
 };
 
-constexpr Index always_kept = Index(1) << 18; // so many numbers are kept without asking whether they are worth it
+constexpr Index always_kept = Index(1) << 18; // so many numbers are kept without asking whether they are worth it: ops.py
 
 // x Wᵀ + bias, or, if `columns`, W x; and what is kept, as for `householder`.
 nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs,
@@ -364,7 +371,7 @@ NB_MODULE(FASTH_MODULE, m) {
     m.def("plain_svd_linear", &plain_svd_linear, any, any, any, any, any, any, some);
     m.def("householder", &householder);
     m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some);
-    m.def("least_kept", &least_kept);
+    m.def("kept_sizes", &kept_sizes);
     m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, some, some);
     m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, some, some, some, some,
           some, some, some);

@@ -46,11 +46,21 @@ def svd_arguments(rows: tuple[int, ...], n: int, m: int, form: str, dtype: torch
     x, sigma, bias = (drawn(*shape, dtype=dtype) for shape in ((*rows, m), (k,), (n,)))
     r_U, r_V = (m, n) if shared else (n, m + 1)
     kind, blocks = FORMS.index(form), [16, 32]
-    return x, U, sigma, V, bias, signs, kind, blocks, ops.svd_sizes(n, m, r_U, r_V, kind, *blocks, shared)
+    return (
+        x,
+        U,
+        sigma,
+        V,
+        bias,
+        signs,
+        kind,
+        blocks,
+        ops.svd_sizes(dtype, n, m, r_U, r_V, kind, *blocks, shared, torch.get_num_threads()),
+    )
 
 
 def householder_arguments(x: torch.Tensor, V: torch.Tensor, transpose: bool, kind: int, k: int) -> tuple:
-    sizes = ops.householder_sizes(*V.shape[-2:], kind, k, V.ndim == 3)
+    sizes = ops.householder_sizes(V.dtype, *V.shape[-2:], kind, k, V.ndim == 3, torch.get_num_threads())
     return x, V, transpose, kind, k, sizes
 
 
@@ -163,7 +173,7 @@ def test_wrong_arguments_are_errors():
     with pytest.raises(ValueError, match="shape"):
         torch.ops.fasth.svd_linear(tensors[0][:, 1:], *tensors[1:], kind, blocks, sizes_of_svd)
     with pytest.raises(ValueError, match="`sizes` should be"):
-        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 2**62])
+        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 1, 1, 2**62])
 
 
 # The layers.

@@ -82,6 +82,9 @@ class _ConvSVD(SVDFactors):
         self._set_matrix(self._matching(weight, self._kernel_shape()).flatten(1))
         return self
 
+    def _weight_shape(self) -> tuple[int, ...]:
+        return self._kernel_shape()
+
     def _kernel_shape(self) -> tuple[int, ...]:
         return (self.out_channels, self.in_channels, *self.kernel_size)
 

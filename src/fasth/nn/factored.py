@@ -6,13 +6,14 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fasth.nn import kept
 from fasth.reflections import native
 
 Self = TypeVar("Self", bound="Factored")
@@ -43,10 +44,12 @@ class Factored(nn.Module):
     bias: nn.Parameter | None
     _made_of: tuple[str, ...]
     _kept: Kept | None
+    _number: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self._kept = None
+        self._number = kept.register(self)
 
     @property
     def weight(self) -> Tensor:
@@ -60,17 +63,47 @@ class Factored(nn.Module):
     def _kept_weight(self) -> Tensor | None:
         """The dense weight where a kept one serves: in eval, without gradients, watched by nobody. Else None."""
         # All inference passes here, so: plain attributes only, none that nn.Module would have to search for.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
             return None
-        kept = self._kept
-        if kept is None:
+        if torch.compiler.is_compiling():
+            return self._weight_in_graph()
+        if self._kept is None:
             return self._keep_weight()
-        weight, parameters, buffers, _ = kept
+        weight, parameters, buffers, _ = self._kept
         for now, then in ((self._parameters, parameters), (self._buffers, buffers)):
             for name, tensor, version, address in then:
                 if now.get(name) is not tensor or tensor._version != version or tensor.data_ptr() != address:
                     return self._keep_weight()
         return weight
+
+    def _weight_in_graph(self) -> Tensor | None:
+        """The kept weight where a graph may ask for it when it runs. Else None, and it is made in the graph."""
+        made_of = self._makes_in_graph()
+        return None if made_of is None else torch.ops.fasth.kept_weight(made_of, self._number, self._weight_shape())
+
+    def _makes_in_graph(self) -> list[Tensor] | None:
+        """What the weight is made of, if a graph in the making may ask for the kept one."""
+        if self.training or self._gathered():
+            return None
+        made_of = [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
+        return made_of if kept.usable(self._number, made_of) else None  # type: ignore[return-value]  # none is None
+
+    def _weight_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
+        """The dense weight that these tensors make: the kept one where they are this layer's own."""
+        own = [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
+        if all(t is not None and t.data_ptr() == u.data_ptr() for t, u in zip(own, made_of, strict=True)):
+            weight = self._kept_weight()
+            if weight is not None:
+                return weight
+        given = dict(zip(self._made_of, made_of, strict=True))
+        layer = copy.copy(self)
+        layer._parameters = {name: given.get(name, p) for name, p in self._parameters.items()}  # type: ignore[misc]
+        layer._buffers = {name: given.get(name, b) for name, b in self._buffers.items()}
+        return layer.weight
 
     def _keep_weight(self) -> Tensor | None:
         self._kept = None
@@ -99,7 +132,11 @@ class Factored(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_number")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._kept, self._number = None, kept.register(self)
 
     def _load_from_state_dict(
         self,
@@ -205,8 +242,7 @@ def _forget_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A step that is fused, or written through ``.data``, does not show in the version of a parameter."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} if _keepers else set()
     for module in tuple(_keepers):
-        kept = module._kept
-        if kept is None or not stepped.isdisjoint(id(tensor) for _, tensor, *_ in kept.parameters):
+        if module._kept is None or not stepped.isdisjoint(id(tensor) for _, tensor, *_ in module._kept.parameters):
             module._kept = None
             _keepers.discard(module)
 

@@ -30,10 +30,18 @@ class _Linear(Factored):
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._forward_in_graph(x)
         weight = self._kept_weight()
         if weight is None:
             return _as_autocast(self._multiply(x))
         return F.linear(x, weight, self._parameters["bias"] if "bias" in self._parameters else self.bias)
+
+    def _forward_in_graph(self, x: Tensor) -> Tensor:
+        made_of = None if torch.is_grad_enabled() else self._makes_in_graph()
+        if made_of is None or x.dtype != made_of[0].dtype:
+            return _as_autocast(self._multiply(x))
+        return torch.ops.fasth.kept_linear(x, made_of, self.bias, self._number, self.out_features)
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias from the factors."""

@@ -142,6 +142,9 @@ class RNNSVD(Factored):
         """All hidden-to-hidden weights: (num_layers·directions, hidden, hidden), in the order of the hidden states."""
         return torch.stack(self._hidden_weights())
 
+    def _weight_shape(self) -> tuple[int, ...]:
+        return (len(self._places()), self.hidden_size, self.hidden_size)
+
     def _hidden_weights(self) -> list[Tensor]:
         # In rows, since every time step multiplies by them, and its gradient adds to theirs.
         return [self._svd(where).dense().contiguous() for where in self._places()]

@@ -32,7 +32,7 @@ _FUNCTIONS = (
     "householder_backward",
     "svd_linear",
     "svd_linear_backward",
-    "least_kept",
+    "kept_sizes",
 )
 
 

@@ -27,6 +27,7 @@ from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule
 
 _KINDS = (FULL, TRIANGULAR, COMPACT)
 _NEVER = 1 << 62
+ALWAYS_KEPT = 1 << 18  # as in native/module.cpp
 
 _library = torch.library.Library("fasth", "DEF")
 
@@ -53,7 +54,7 @@ def _core_is_there() -> bool:
 def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
     """``native.householder`` for a graph in the making."""
     r, d, block_size = _numbers(*V.shape[-2:], block_size)
-    sizes = householder_sizes(r, d, kind, block_size, V.ndim == 3)
+    sizes = householder_sizes(V.dtype, r, d, kind, block_size, V.ndim == 3, _threads())
     return torch.ops.fasth.householder(x, V, transpose, kind, block_size, sizes)
 
 
@@ -72,8 +73,12 @@ def svd_linear(
     if V is None:
         r_U, n = n, r_U
     U_block, V_block = block_size_by_rule(min(r_U, n)), block_size_by_rule(min(r_V, m))
-    sizes = svd_sizes(n, m, r_U, r_V, kind, U_block, V_block, V is None)
+    sizes = svd_sizes(U.dtype, n, m, r_U, r_V, kind, U_block, V_block, V is None, _threads())
     return torch.ops.fasth.svd_linear(x, U, sigma, V, bias, signs, kind, [U_block, V_block], sizes)
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
 
 
 def _numbers(*sizes: int) -> list[int]:
@@ -81,24 +86,51 @@ def _numbers(*sizes: int) -> list[int]:
     return [int(f"{size}") for size in sizes]
 
 
-# `sizes` are [fixed, per row, crossover]. Of m rows, fixed + m · per row numbers are kept, and from the crossover on
-# the matrix is formed. A linear function of m, as the rule of how much may be kept is: the compiler would guard on
-# where any other bends, and make a graph for each side. All of it is allocated, and what fits is kept there.
+# `sizes` are numbers a, b, c, d and a crossover. Of m rows, min(a + b m, c + d m) numbers are kept: the rows after
+# every block, or as much as is worth its memory. A minimum is a size that the compiler can reason about; where another
+# function bends it would guard, and make a graph for each side. From the crossover on the matrix is formed.
 
 
-def householder_sizes(r: int, d: int, kind: int, block_size: int, batched: bool) -> list[int]:
-    """As the core has it, as much as x and V; or what is kept of any number of rows. And the number that says which."""
+def householder_sizes(
+    dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, batched: bool, threads: int
+) -> list[int]:
+    """As the core has it, at most as much as x and V. One more number says what is kept."""
+    least, fixed, per_row = _kept_sizes(dtype, r, d, kind, block_size, threads)
     crossover = _NEVER if batched else _first_above(crossover_by_rule(r, d, kind != FULL))
-    return [1 + max(r * d, core().least_kept(r, d, kind, block_size)), d, crossover]
+    return [1 + fixed, per_row, 1 + max(r * d, least), d, crossover]
 
 
-def svd_sizes(n: int, m: int, r_U: int, r_V: int, kind: int, U_block: int, V_block: int, shared: bool) -> list[int]:
-    """Likewise, twice as much as x and the reflectors; or the rows after both products, and the rest."""
-    least = core().least_kept
-    rest = least(r_V, m, kind, V_block) + least(r_U, n, kind, U_block)
+def svd_sizes(
+    dtype: torch.dtype,
+    n: int,
+    m: int,
+    r_U: int,
+    r_V: int,
+    kind: int,
+    U_block: int,
+    V_block: int,
+    shared: bool,
+    threads: int,
+) -> list[int]:
+    """Likewise, at most twice as much as x and the reflectors; with the rows after both products."""
+    least_U, fixed_U, per_row_U = _kept_sizes(dtype, r_U, n, kind, U_block, threads)
+    least_V, fixed_V, per_row_V = _kept_sizes(dtype, r_V, m, kind, V_block, threads)
     numbers = n * m if shared else r_U * n + r_V * m
+    most = max(2 * numbers, least_U + least_V + 32, ALWAYS_KEPT)  # 32: the rows are rounded up to 16, twice
     crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL))
-    return [1 + max(2 * numbers, rest + 32), max(2 * m, n + m), crossover]  # 32: both are rounded up to 16
+    return [33 + fixed_U + fixed_V, n + m + per_row_U + per_row_V, 1 + most, max(2 * m, n + m), crossover]
+
+
+def _kept_sizes(dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, threads: int) -> tuple[int, int, int]:
+    """Without the rows after every block; with them, for no rows and for each. For one thread or all, if that is more."""
+    found = [core().kept_sizes(r, d, kind, block_size, members, dtype.itemsize) for members in (1, threads)]
+    least, fixed, per_row = (max(sizes) for sizes in zip(*found, strict=True))
+    return least, fixed, per_row
+
+
+def _size(sizes: Sequence[int], rows: Any) -> Any:
+    a, b, c, d, _ = sizes
+    return torch.sym_min(a + b * rows, c + d * rows)
 
 
 def _first_above(bound: float) -> int:
@@ -106,7 +138,7 @@ def _first_above(bound: float) -> int:
 
 
 # What torch.compiler.assume_constant_result does. That would import the compiler whenever fasth is imported.
-_constants: tuple[Any, ...] = (_core_is_there, householder_sizes, svd_sizes)
+_constants: tuple[Any, ...] = (_core_is_there, _threads, householder_sizes, svd_sizes)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True
 
@@ -132,10 +164,10 @@ def _rows_of(x: Tensor, V: Tensor, kind: int, block_size: int) -> tuple[Any, Any
 def _householder(
     x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
-    (B, m), (fixed, per_row, crossover) = _rows_of(x, V, kind, block_size), sizes
-    kept = x.new_empty(B * (fixed + per_row * m) if keep else 0)
+    B, m = _rows_of(x, V, kind, block_size)
+    kept = x.new_empty(B * _size(sizes, m) if keep else 0)
     options = transpose, kind, block_size, torch.get_num_threads()
-    if m < crossover:
+    if m < sizes[-1]:
         out, _ = core().householder(x, V, *options, kept if keep else False)
     else:
         d = V.shape[1]
@@ -148,9 +180,9 @@ def _householder(
 def _householder_fake(
     x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
-    (B, m), (fixed, per_row, _) = _rows_of(x, V, kind, block_size), sizes
+    B, m = _rows_of(x, V, kind, block_size)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, x.new_empty(B * (fixed + per_row * m) if keep else 0)
+    return out, x.new_empty(B * _size(sizes, m) if keep else 0)
 
 
 def _householder_backward(
@@ -167,7 +199,7 @@ def _householder_backward(
 ) -> tuple[Tensor, Tensor]:
     _, m = _rows_of(g, V, kind, block_size)
     options = transpose, kind, block_size, torch.get_num_threads()
-    if m < sizes[2]:
+    if m < sizes[-1]:
         dx, dV = core().householder_backward(g, out, V, kept, *options, needs_x, needs_V)
     else:
         d = V.shape[1]
@@ -284,9 +316,8 @@ def _svd_linear(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     weight, rows = _weight(x, U, sigma, V, bias, signs, kind, blocks), math.prod(x.shape[:-1])
-    fixed, per_row, crossover = sizes
-    kept = x.new_empty(fixed + per_row * rows if keep else 0)
-    if rows < crossover:
+    kept = x.new_empty(_size(sizes, rows) if keep else 0)
+    if rows < sizes[-1]:
         return weight.multiply(x, bias, kept if keep else None), kept
     formed = weight.to_form()
     W = formed.multiply(_eye(formed.shape[1], x), None, kept if keep else None)
@@ -306,8 +337,7 @@ def _svd_linear_fake(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     weight = _weight(x, U, sigma, V, bias, signs, kind, blocks)
-    fixed, per_row, _ = sizes
-    kept = x.new_empty(fixed + per_row * math.prod(x.shape[:-1]) if keep else 0)
+    kept = x.new_empty(_size(sizes, math.prod(x.shape[:-1])) if keep else 0)
     return x.new_empty((*x.shape[:-1], weight.shape[0])), kept
 
 
@@ -326,7 +356,7 @@ def _svd_linear_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     weight = _Weight(U, sigma, V, signs, kind, *blocks)
-    run = _gradients_of_formed if math.prod(x.shape[:-1]) >= sizes[2] else _Weight.gradients
+    run = _gradients_of_formed if math.prod(x.shape[:-1]) >= sizes[-1] else _Weight.gradients
     dx, dU, dsigma, dV, dbias = run(weight, g, x, bias, kept, needs)
     return _result(dx, g), _result(dU, g, U), _result(dsigma, g), _result(dV, g, V), _result(dbias, g)
 

@@ -1,0 +1,81 @@
+"""The weight that a layer keeps for inference, for the graphs of ``torch.compile``.
+
+Whether a kept weight is still that of its parameters shows only when a graph runs, so the graph calls an operator,
+which asks the layer. A graph serves every layer of its kind, as it does with ``nn.Linear``, so the layer is an
+argument: a tensor with its number. On the CPU only: elsewhere a graph may be recorded and replayed without asking.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fasth.reflections.blocked import is_exporting
+
+
+class Keeper(Protocol):
+    def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
+        """The dense weight that these make: the kept one where they are the layer's own."""
+
+
+_keepers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(layer: Keeper) -> Tensor:
+    """The layer's number, by which the operators find it for as long as it lives."""
+    number = next(_numbers)
+    _keepers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def usable(number: Tensor, made_of: Sequence[Tensor | None]) -> bool:
+    """Whether a graph in the making may ask for the weight when it runs."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not is_exporting()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_any_autocast_enabled()
+        and type(number) is Tensor
+        and all(t is not None and type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu for t in made_of)
+    )
+
+
+def _weight(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
+    # A graph takes the results of its operators for its own, and may overwrite them.
+    return _keepers[int(number)].kept_weight_of(made_of).clone()
+
+
+def _weight_fake(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
+    return made_of[0].new_empty(shape)
+
+
+def _linear(x: Tensor, made_of: Sequence[Tensor], bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:
+    return F.linear(x, _keepers[int(number)].kept_weight_of(made_of), bias)
+
+
+def _linear_fake(
+    x: Tensor, made_of: Sequence[Tensor], bias: Tensor | None, number: Tensor, out_features: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+_library = torch.library.Library("fasth", "FRAGMENT")
+for _schema, _kernel, _fake in (
+    ("kept_weight(Tensor[] made_of, Tensor number, int[] shape) -> Tensor", _weight, _weight_fake),
+    (
+        "kept_linear(Tensor x, Tensor[] made_of, Tensor? bias, Tensor number, int out_features) -> Tensor",
+        _linear,
+        _linear_fake,
+    ),
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _kernel, "CPU")
+    torch.library.register_fake(f"fasth::{_name}", _fake, lib=_library)
