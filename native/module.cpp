@@ -66,7 +66,7 @@ template <class T> class Keeping {
         if (room < 0) return nothing_kept; // no matrices, and so no memory
         const int kept = work.best_kept(room);
         expect(!given || work.size(kept) <= room, "`sizes` should be those of the weight: there is no room for what is kept");
-        if (wanted && kept != nothing_kept) memory = like.new_empty({work.size(kept) + 1});
+        if (wanted && kept != nothing_kept) memory = like.new_pooled(work.size(kept) + 1);
         return kept;
     }
     template <class Work> void finish(const Work &work, int kept) const {
@@ -293,6 +293,9 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
     });
 }
 
+// A vector in memory of the pool, of the dtype of a tensor: for what an operator of PyTorch keeps.
+nb::object new_kept(nb::handle like, Index size) { return Tensor(like).new_pooled(size).object; }
+
 // Whether the core takes these tensors.
 bool plain(const nb::args &tensors) {
     for (nb::handle t : tensors)
@@ -343,7 +346,7 @@ void connect(nb::handle tensor, nb::handle parameter, nb::handle float32, nb::ha
     if (!table.is_none()) {
         const auto *const functions = static_cast<const ExchangeTable *>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"));
         if (!functions) throw nb::python_error();
-        if (functions->version.major == 1) found.read = functions->read;
+        if (functions->major == 1) found.read = functions->read, found.to_object = functions->to_object;
     }
     for (PyObject *object : {found.tensor, found.parameter, found.float32, found.float64, found.empty_like, found.in_rows})
         Py_INCREF(object);
@@ -354,7 +357,10 @@ void connect(nb::handle tensor, nb::handle parameter, nb::handle float32, nb::ha
 
 NB_MODULE(FASTH_MODULE, m) {
 #if !defined(_WIN32)
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    pthread_atfork(nullptr, nullptr, [] {
+        forked = true;
+        pool.forget();
+    });
 #endif
     m.attr("isa") = FASTH_ISA;
 #ifdef _OPENMP
@@ -372,6 +378,7 @@ NB_MODULE(FASTH_MODULE, m) {
     m.def("householder", &householder);
     m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some);
     m.def("kept_sizes", &kept_sizes);
+    m.def("new_kept", &new_kept);
     m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, some, some);
     m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, some, some, some, some,
           some, some, some);

@@ -8,18 +8,26 @@
 #include <stdexcept>
 #include <vector>
 
+#include "pool.hpp"
 #include "products.hpp"
 
 namespace fasth {
 
 namespace nb = nanobind;
 
-// DLPackExchangeAPI of DLPack's version 1. Reading a tensor lends its sizes and strides, and allocates nothing.
+// DLManagedTensorVersioned and DLPackExchangeAPI of DLPack's version 1. Reading a tensor lends its sizes and strides, and
+// allocates nothing.
+struct Managed {
+    std::uint32_t major, minor;
+    void *context;
+    void (*deleter)(Managed *);
+    std::uint64_t flags;
+    nb::dlpack::dltensor view;
+};
 struct ExchangeTable {
-    struct {
-        std::uint32_t major, minor;
-    } version;
-    void *previous, *allocator, *from_object, *to_object;
+    std::uint32_t major, minor;
+    void *previous, *allocator, *from_object;
+    int (*to_object)(Managed *, void **object);
     int (*read)(void *object, nb::dlpack::dltensor *out);
     void *stream;
 };
@@ -29,8 +37,10 @@ struct Torch {
     PyObject *tensor = nullptr, *parameter = nullptr, *float32 = nullptr, *float64 = nullptr;
     PyObject *empty_like = nullptr, *in_rows = nullptr; // in_rows: a tensor as x.contiguous() is
     decltype(ExchangeTable::read) read = nullptr;
+    decltype(ExchangeTable::to_object) to_object = nullptr;
 };
 inline Torch torch;
+inline Pool pool;
 
 inline PyObject *owned(PyObject *object) {
     if (!object) throw nb::python_error();
@@ -100,6 +110,32 @@ class Tensor {
     Tensor new_rows() const { return Tensor(contiguous() ? like() : call(torch.in_rows, object)); }
     Tensor new_like() const { return Tensor(like()); }
     Tensor new_empty(std::initializer_list<Index> shape) const { return new_empty(shape.begin(), int(shape.size())); }
+    // A vector in memory of the pool, to which it returns when nobody holds the tensor any more.
+    Tensor new_pooled(Index count) const {
+        if (!torch.to_object) return new_empty({count});
+        struct Pooled : Managed {
+            Pool::Piece piece;
+            std::int64_t size, stride;
+        };
+        auto *const made = new Pooled();
+        made->size = count, made->stride = 1;
+        made->major = 1;
+        made->deleter = [](Managed *self) {
+            auto *const pooled = static_cast<Pooled *>(self);
+            pool.give(pooled->piece);
+            delete pooled;
+        };
+        made->piece = pool.take(std::size_t(count) * view.dtype.bits / 8);
+        made->view.data = made->piece.memory;
+        made->view.device = view.device;
+        made->view.ndim = 1;
+        made->view.dtype = view.dtype;
+        made->view.shape = &made->size;
+        made->view.strides = &made->stride;
+        void *object = nullptr;
+        if (torch.to_object(made, &object) != 0) throw nb::python_error();
+        return Tensor(nb::steal(static_cast<PyObject *>(object)));
+    }
     // The shape of this one, but for the last dimension.
     Tensor new_with_last(Index last) const {
         std::vector<Index> shape(view.shape, view.shape + dims());

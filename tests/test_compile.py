@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from problems import PROBLEMS, with_gradients
@@ -228,6 +231,76 @@ def test_one_graph_for_all_batch_sizes(name):
         for rows in (4, 70):
             x = torch.randn(rows, 12, dtype=torch.float64)
             torch.testing.assert_close(output(compiled, x), output(model, x))
+
+
+# Inference.
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_graph_for_inference_follows_every_change_of_the_parameters(name):
+    model, x = LAYERS[name]().eval(), torch.randn(5, 12)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+
+    def check():
+        with torch.no_grad():
+            torch.testing.assert_close(output(compiled, x), output(copy.deepcopy(model), x))
+
+    check()
+    check()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    check()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    output(model, x).sum().backward()
+    optimizer.step()
+    check()
+    model.load_state_dict({key: value * 0.9 for key, value in model.state_dict().items()})
+    check()
+    assert counter.frame_count == 1
+
+
+def test_a_graph_for_inference_asks_for_the_kept_weight(monkeypatch):
+    model, x = fnn.LinearSVD(12, 10).eval(), torch.randn(5, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    made = []
+    weight = type(model).weight
+    monkeypatch.setattr(type(model), "weight", property(lambda layer: made.append(layer) or weight.fget(layer)))
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(x)
+    assert len(made) == 1
+
+
+def test_one_graph_for_inference_serves_all_layers_of_a_kind():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend=counter)
+    layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(5, 12)
+    other = fnn.LinearSVD(12, 10).eval()
+    with torch.no_grad():
+        for one in (layer, other, copy.deepcopy(layer), pickle.loads(pickle.dumps(other))):
+            torch.testing.assert_close(compiled(one, x), one(x))
+    assert counter.frame_count <= 2  # as with nn.Linear: the second has other values
+
+
+def test_a_graph_for_inference_takes_other_tensors_for_the_parameters():
+    layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(5, 12)
+    given = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+
+    def call(given):
+        return torch.func.functional_call(layer, given, (x,))
+
+    with torch.no_grad():
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(given), call(given))
+
+
+def test_opcheck_of_what_is_kept():
+    layer, x = fnn.LinearSVD(12, 10).eval().requires_grad_(False), torch.randn(5, 12)
+    made_of = [getattr(layer, name).detach() for name in layer._made_of]
+    torch.library.opcheck(torch.ops.fasth.kept_weight, (made_of, layer._number, [10, 12]))
+    torch.library.opcheck(torch.ops.fasth.kept_linear, (x, made_of, layer.bias, layer._number, 10))
 
 
 def test_inductor():

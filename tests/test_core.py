@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from problems import DIRECTIONS, Problem, assert_all_close, from_definition, with_gradients
+from problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, from_definition, with_gradients
 from processes import script
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -362,7 +362,44 @@ for unpack in (torch.Tensor.half, lambda t: t[..., :1]):
     assert done.split() == ["error"] * 2
 
 
+# An older PyTorch.
+
+
+@each_direction
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_tensors_are_read_by_methods_where_there_is_no_table(problem, direction, precise):
+    x, V = problem.draw(precise, "cpu")
+    expected = with_gradients(householder, x, V, block_size=problem.block_size, **direction)
+    native.connect(native.core(), None)
+    try:
+        actual = with_gradients(householder, x, V, block_size=problem.block_size, **direction)
+        assert not native.usable(torch.ones(2, 3), torch.ones(3, 3, device="meta"))
+        assert not native.usable(torch.ones(2, 3), torch.ones(3, 3, dtype=torch.float16))
+    finally:
+        native.connect(native.core(), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 # Memory.
+
+
+def test_what_is_kept_belongs_to_its_graph():
+    """The memory of freed graphs is used again; that of living ones, and of tensors that a hook held back, is not."""
+    x, V = Problem("", (5, 96), (96, 96)).draw(torch.float64, "cpu")
+    expected = with_gradients(from_definition, x, V)
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        householder(x, V)
+    before = [t.clone() for t in held]
+    outs = [householder(x * scale, V) for scale in (1, 2, 3)]
+    for scale in (3, 1, 2):  # freed in another order than made
+        actual = torch.autograd.grad(outs[scale - 1], (x, V), expected[0].detach().to(x))
+        wanted = torch.autograd.grad(from_definition(x * scale, V), (x, V), expected[0].detach())
+        outs[scale - 1] = None
+        householder(x, V)
+        torch.testing.assert_close(actual, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
 @linux_only

@@ -17,6 +17,7 @@ from problems import every_other_column, from_definition, zero_rows
 from torch import Tensor
 
 from fasth.operators import SVD, Orthogonal, Symmetric
+from fasth.operators.matrix import has_entry
 from fasth.operators.orthogonal import compact_from_dense, haar_compact, in_form
 from fasth.reflections import FORMS
 
@@ -802,3 +803,20 @@ def test_reflectors_of_each_form_make_the_same_matrix() -> None:
     matrices = [Orthogonal(in_form(V, form), form=form, signs=signs).dense() for form in FORMS]
     for matrix in matrices[1:]:
         assert_within(matrix, matrices[0], 1.0, 6)
+
+
+def test_products_by_the_functions_of_torch() -> None:
+    X, W = torch.randn(3, 5), SVD.from_dense(torch.randn(5, 4))
+    torch.testing.assert_close(torch.matmul(X, W), X @ W.dense())
+    torch.testing.assert_close(torch.matmul(W, X[0, :4]), W.dense() @ X[0, :4])
+    with pytest.raises(TypeError):
+        torch.add(X, W)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_has_entry(path: str, value: float) -> None:
+    t = torch.tensor([3.0, value, 2.0])
+    for like in (t, t.double(), t.half(), torch.stack((t, t), 1)[:, 0], torch._neg_view(-t)):
+        assert has_entry(like, value)
+        assert not has_entry(like, 5.0)
+    assert not has_entry(t.to("meta"), value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -93,6 +94,13 @@ def with_gradients(out: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...
     inputs = [t for t in tensors.values() if t.requires_grad]
     found = torch.autograd.grad(out, inputs, g, allow_unused=True)
     return out, *(torch.zeros_like(t) if f is None else f for f, t in zip(found, inputs, strict=True))
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def actual(tensors: dict[str, Tensor], form: str) -> Tensor:
@@ -200,6 +208,47 @@ def test_strides(path: str, device: str) -> None:
     strided["U"] = tensors["U"].detach().mT.clone().mT.requires_grad_()
     got = with_gradients(actual(strided, "shared"), strided)
     assert_all_close(got, expected(tensors, "shared"), 24)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", ["compact", "full", "triangular"])
+def test_one_tensor_as_both_sides_has_the_gradients_of_both(
+    path: str, form: str, threads: int, precise: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    set_threads(threads)
+    tensors = draw(Shape((33,), 150, 150), form, precise, "cpu")
+    wanted = dict(zip(tensors, expected({**tensors, "V": tensors["U"]}, form)[1:], strict=False))
+    del tensors["V"]
+    found = torch.autograd.grad(
+        (out := svd_linear(**tensors, V=tensors["U"], form=form)), (tensors["U"],), gradient_of(out).to(out)
+    )
+    assert_all_close(found, (wanted["U"] + wanted["V"],), 300)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape.rows) == 1], ids=str)
+def test_columns(path: str, shape: Shape, form: str, precise: torch.dtype) -> None:
+    """W X from X as it lies: in rows, in columns, with gaps; and whatever the gradient that comes back looks like."""
+    tensors = draw(shape, form, precise, "cpu")
+    del tensors["bias"]
+    options = {"form": "compact" if form == "shared" else form}
+    wanted = with_gradients(svd_linear(**tensors, **options), tensors)
+    rows = tensors.pop("x").detach()
+    for lie in (lambda t: t.contiguous(), lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1)[..., 0]):
+        X = lie(rows.mT).requires_grad_()
+        out = svd_linear(X, **tensors, columns=True, **options)
+        inputs = [t for t in (X, *tensors.values()) if t.requires_grad]
+        for g in (lie(gradient_of(wanted[0]).to(out).mT), lie(gradient_of(wanted[0]).to(out).mT.contiguous())):
+            found = torch.autograd.grad(out, inputs, g, allow_unused=True, retain_graph=True)
+            got = [torch.zeros_like(t) if f is None else f for f, t in zip(found, inputs, strict=True)]
+            assert_all_close((out.mT, got[0].mT, *got[1:]), tuple(t.double() for t in wanted), shape.n + shape.m)
+
+
+def test_second_derivatives_of_columns(path: str) -> None:
+    tensors = draw(Shape((2,), 4, 3), "shared", torch.float64, "cpu")
+    U, sigma = tensors["U"].detach().mul(0.9).requires_grad_(), tensors["sigma"]
+    X = tensors["x"].detach().mT.contiguous().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda X, U, sigma: svd_linear(X, U, sigma, columns=True), (X, U, sigma))
 
 
 def test_a_hook_that_changes_saved_tensors_is_found_out() -> None:

@@ -49,7 +49,7 @@ def usable(number: Tensor, made_of: Sequence[Tensor | None]) -> bool:
 
 def _weight(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
     # A graph takes the results of its operators for its own, and may overwrite them.
-    return _keepers[int(number)].kept_weight_of(made_of).clone()
+    return _keepers[int(number)].kept_weight_of(made_of).clone(memory_format=torch.contiguous_format)
 
 
 def _weight_fake(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:

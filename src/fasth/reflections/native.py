@@ -33,6 +33,7 @@ _FUNCTIONS = (
     "svd_linear",
     "svd_linear_backward",
     "kept_sizes",
+    "new_kept",
 )
 
 
@@ -74,15 +75,14 @@ def load(level: str) -> ModuleType:
     spec.loader.exec_module(module)
     if missing := [name for name in _FUNCTIONS if not hasattr(module, name)]:
         raise ImportError(f"the core for {level} is older than these files, without {missing[0]}: install fasth again")
-    module.connect(
-        Tensor,
-        torch.nn.Parameter,
-        *DTYPES,
-        torch.empty_like,
-        functools.partial(torch.empty_like, memory_format=torch.contiguous_format),
-        getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    )
+    connect(module, getattr(Tensor, "__dlpack_c_exchange_api__", None))
     return module
+
+
+def connect(module: ModuleType, table: Any) -> None:
+    """Shows PyTorch to the core. ``table`` has C functions to read tensors; without it they are read by methods."""
+    in_rows = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    module.connect(Tensor, torch.nn.Parameter, *DTYPES, torch.empty_like, in_rows, table)
 
 
 def _spec(level: str) -> Any:

@@ -122,7 +122,7 @@ def svd_sizes(
 
 
 def _kept_sizes(dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, threads: int) -> tuple[int, int, int]:
-    """Without the rows after every block; with them, for no rows and for each. For one thread or all, if that is more."""
+    """Without the rows after every block; with them, for none and for each. For one thread, or all if that is more."""
     found = [core().kept_sizes(r, d, kind, block_size, members, dtype.itemsize) for members in (1, threads)]
     least, fixed, per_row = (max(sizes) for sizes in zip(*found, strict=True))
     return least, fixed, per_row
@@ -165,7 +165,7 @@ def _householder(
     x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
     B, m = _rows_of(x, V, kind, block_size)
-    kept = x.new_empty(B * _size(sizes, m) if keep else 0)
+    kept = core().new_kept(x, B * _size(sizes, m)) if keep else x.new_empty(0)
     options = transpose, kind, block_size, torch.get_num_threads()
     if m < sizes[-1]:
         out, _ = core().householder(x, V, *options, kept if keep else False)
@@ -316,7 +316,7 @@ def _svd_linear(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     weight, rows = _weight(x, U, sigma, V, bias, signs, kind, blocks), math.prod(x.shape[:-1])
-    kept = x.new_empty(_size(sizes, rows) if keep else 0)
+    kept = core().new_kept(x, _size(sizes, rows)) if keep else x.new_empty(0)
     if rows < sizes[-1]:
         return weight.multiply(x, bias, kept if keep else None), kept
     formed = weight.to_form()
