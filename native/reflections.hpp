@@ -195,6 +195,8 @@ template <class T> class Member {
             const Index column = columns.column(q, half), width = std::min(H, p.d - column);
             if (source.row_stride == 1 && source.column_stride != 1 && width == H && p.m % packet_size<T> == 0)
                 return transpose<T>(H, p.m, {&source(0, column), source.column_stride}, {panel + half * H, W});
+            if (source.column_stride == 1 && width == H)
+                return copy<T>(p.m, H, {&source(0, column), source.row_stride}, {panel + half * H, W});
             for (Index i = 0; i < p.m; ++i) {
                 T *const row = panel + i * W + half * H;
                 if (source.column_stride == 1)
@@ -213,6 +215,8 @@ template <class T> class Member {
             const bool by_columns = target.row_stride == 1 && target.column_stride != 1;
             if (by_columns && !bias && width == H && p.m % packet_size<T> == 0)
                 return transpose<T>(p.m, H, {now(q) + half * H, W}, {&target(0, column), target.column_stride});
+            if (!bias && target.column_stride == 1 && width == H)
+                return copy<T>(p.m, H, {now(q) + half * H, W}, {&target(0, column), target.row_stride});
             for (Index i = 0; i < p.m; ++i) {
                 const T *const row = now(q) + i * W + half * H;
                 if (!bias && target.column_stride == 1)
@@ -622,12 +626,15 @@ template <class T> class Member {
         T *const N = own.N, *const Mt = own.other; // which the way back does not need
         product<Result::set, T>(kp, kp, {p.m, R, 1, kp, {Z, kp}}, {nullptr, 0}, {N, kp});
         transpose<T>(kp, kp, {N, kp}, {Mt, kp});
+        for (Index i = 0; i < kp * kp; ++i) N[i] -= Mt[i];
+        // A product reads no more of the other half than what lies within a tile's rows of the diagonal.
+        static_assert(tile_rows(1) <= padding, "");
+        const Index beside = p.transpose ? -padding : padding;
         for (Index i = 0; i < kp; ++i) {
-            T *const row = N + i * kp;
-            const Index from = p.transpose ? i + 1 : 0, to = p.transpose ? kp : i;
-            for (Index j = 0; j < kp; ++j) row[j] -= Mt[i * kp + j];
-            std::fill(row, row + from, T(0));
-            std::fill(row + to, row + kp, T(0));
+            const Index square = i / padding * padding, diagonal = i - square;
+            T *const row = N + i * kp + square;
+            for (Index j = 0; j < padding; ++j) row[j] = (p.transpose ? j > diagonal : j < diagonal) ? row[j] : T(0);
+            if (square + beside >= 0 && square + beside < kp) std::fill_n(row + beside, padding, T(0));
         }
     }
 
