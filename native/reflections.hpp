@@ -731,7 +731,7 @@ template <class T> class Member {
         constexpr Index line = 64, size = sizeof(T);
         const bool by_rows = dV.column_stride == 1 && p.d % H == 0 && dV.row_stride * size % line == 0;
         const bool by_columns = dV.row_stride == 1 && p.k * size % line == 0 && dV.column_stride * size % line == 0;
-        return p.r * p.d * size >= (Index(4) << 20) && (by_rows || by_columns) &&
+        return p.r * p.d * size >= (Index(1) << 20) && (by_rows || by_columns) &&
                reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 
