@@ -820,3 +820,42 @@ def test_has_entry(path: str, value: float) -> None:
         assert has_entry(like, value)
         assert not has_entry(like, 5.0)
     assert not has_entry(t.to("meta"), value)
+
+
+@pytest.mark.parametrize(("n", "m"), [(6, 6), (7, 4), (4, 7)])
+def test_of_shared(path: str, n: int, m: int) -> None:
+    """One matrix for U and V is the same as two: values, gradients, and what is made of it."""
+    matrix = (torch.rand(n, m, dtype=torch.float64) - 0.5).requires_grad_()
+    sigma = torch.rand(min(n, m), dtype=torch.float64).add(0.5).requires_grad_()
+    signs = torch.randn(2, min(n, m), dtype=torch.float64).sign()
+    shared = SVD.of_shared(matrix, sigma, signs)
+    two = SVD(
+        Orthogonal(matrix.mT, form="compact", signs=signs[0]),
+        sigma,
+        Orthogonal(matrix, form="compact", signs=signs[1]),
+    )
+    X, rows = torch.randn(m, 3, dtype=torch.float64), torch.randn(3, n, dtype=torch.float64)
+    functions: list[Callable[[SVD], Tensor]] = [
+        lambda W: W @ X,
+        lambda W: rows @ W,
+        lambda W: W.mT @ rows.mT,
+        lambda W: W.pinv() @ rows.mT,
+        lambda W: W.mT.pinv() @ X,
+        lambda W: W.truncate(rank=2) @ X,
+        lambda W: W.dense(),
+        lambda W: W.mT.dense(),
+        lambda W: W.U @ rows.mT,
+        lambda W: W.mT.V @ rows.mT,
+    ]
+    if n == m:
+        functions += [lambda W: W.inverse() @ X, lambda W: W.slogdet().logabsdet, lambda W: W.slogdet().sign * sigma]
+    for function in functions:
+        actual, expected = function(shared), function(two)
+        torch.testing.assert_close(actual, expected)
+        g = torch.randn_like(expected)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(out, (matrix, sigma), g, allow_unused=True) for out in (actual, expected))
+        )
+    assert repr(shared) == repr(two) and shared.shape == two.shape
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = shared.nothing

@@ -52,8 +52,10 @@ class SVDFactors(Factored):
     def svd(self) -> SVD:
         """W = U Σ Vᵀ as its factors, differentiable."""
         U, sigma, V = self._factors()
-        U, V = (U.mT, U) if V is None else (U, V)
-        U_signs, V_signs = in_dtype_of(sigma, self.signs).unbind()
+        signs = in_dtype_of(sigma, self.signs)
+        if V is None:
+            return SVD.of_shared(U, sigma, signs)
+        U_signs, V_signs = signs.unbind()
         return SVD(Orthogonal(U, form=self.form, signs=U_signs), sigma, Orthogonal(V, form=self.form, signs=V_signs))
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,7 +13,7 @@ from fasth import spectrum as spectra
 from fasth.nn.factored import Factored, in_dtype_of, one_of
 from fasth.nn.factors import INITS
 from fasth.nn.linear import LinearSVD
-from fasth.operators import SVD, Orthogonal
+from fasth.operators import SVD
 
 FACTORS = ("reflectors", "sigma", "signs")
 OPTIONS = {
@@ -120,12 +120,7 @@ class RNNSVD(Factored):
 
     def _svd(self, where: str) -> SVD:
         reflectors, sigma, signs = (getattr(self, f"{name}_{where}") for name in FACTORS)
-        signs = in_dtype_of(sigma, signs)
-        return SVD(
-            Orthogonal(reflectors.mT, form="compact", signs=signs[0]),
-            self.spectrum(sigma),
-            Orthogonal(reflectors, form="compact", signs=signs[1]),
-        )
+        return SVD.of_shared(reflectors, self.spectrum(sigma), in_dtype_of(sigma, signs))
 
     @property
     def svds(self) -> dict[str, SVD]:

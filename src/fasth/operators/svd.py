@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class SVD(Matrix):
     U: Orthogonal
     sigma: Tensor
     V: Orthogonal
+    _shared: tuple[Tensor, Tensor] | None = None  # see ``of_shared``
 
     def __init__(self, U: Orthogonal | Tensor, sigma: Tensor, V: Orthogonal | Tensor) -> None:
         self.U = U if isinstance(U, Orthogonal) else Orthogonal(U)
@@ -62,6 +63,24 @@ class SVD(Matrix):
         U, V = (Orthogonal.from_orthonormal(Q, form, W.dtype) for Q in (U, Vt.mT))
         return cls(U, sigma.to(W.dtype), V)
 
+    @classmethod
+    def of_shared(cls, matrix: Tensor, sigma: Tensor, signs: Tensor) -> SVD:
+        """From one (n, m) matrix that holds the compact reflectors of U and V, and (2, k) signs, as ``LinearSVD`` has.
+
+        Products take it whole, and so have one gradient where two would be added up. U and V are made when asked for.
+        """
+        svd = object.__new__(cls)
+        svd.sigma, svd._shared = sigma, (matrix, signs)
+        return svd
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("U", "V") or self._shared is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        matrix, signs = self._shared
+        self.U = Orthogonal(matrix.mT, form="compact", signs=signs[0])
+        self.V = Orthogonal(matrix, form="compact", signs=signs[1])
+        return getattr(self, name)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.sigma.dtype
@@ -73,11 +92,14 @@ class SVD(Matrix):
     @property
     def mT(self) -> Self:
         """Wᵀ = V Σ Uᵀ."""
-        return self._replace(self.V, self.sigma, self.U)
+        return self._with(self.sigma, transposed=True)
 
     def dense(self) -> Tensor:
         if not self._plain():
             return super().dense()
+        if self._shared is not None:
+            matrix, signs = self._shared
+            return svd_dense(matrix, self.sigma, signs=signs)
         return svd_dense(self.U.V, self.sigma, self.V.V, signs=self._signs(), form=self.U.form)
 
     def inverse(self) -> Self:
@@ -89,7 +111,7 @@ class SVD(Matrix):
         self._check_square("inverse")
         if self.sigma.shape[-1] < self._sides()[0] or has_entry(self.sigma, 0):
             raise LinAlgError(f"inverse: {self!r} is singular, it has a singular value that is 0")
-        return self._replace(self.V, self.sigma.reciprocal(), self.U)
+        return self._with(self.sigma.reciprocal(), transposed=True)
 
     def pinv(self, rtol: float | None = None) -> Self:
         """W⁺ = V Σ⁺ Uᵀ, m×n.  O(min(n, m)) operations.
@@ -102,7 +124,7 @@ class SVD(Matrix):
             raise ValueError(f"`rtol` should be at least 0; got {rtol}")
         zero = self.sigma.detach().abs() <= rtol * self.norm(2).detach().unsqueeze(-1)
         sigma = torch.where(zero, 0, torch.where(zero, 1, self.sigma).reciprocal())
-        return self._replace(self.V, sigma, self.U)
+        return self._with(sigma, transposed=True)
 
     def solve(self, B: Tensor) -> Tensor:
         """X with W X = B, for B of shape (n,), (n, c) or (*b, n, c).  Costs as much as ``W @ X``.
@@ -170,11 +192,17 @@ class SVD(Matrix):
             kept = _number_with_energy(sizes, energy)
         else:
             raise ValueError(f"one of `rank` and `energy` should be given; got rank={rank} and energy={energy}")
-        return self._replace(self.U, self.sigma * (order.argsort(-1) < kept), self.V)
+        return self._with(self.sigma * (order.argsort(-1) < kept))
 
-    def _replace(self, U: Orthogonal, sigma: Tensor, V: Orthogonal) -> Self:
+    def _with(self, sigma: Tensor, transposed: bool = False) -> Self:
+        """The same U and V, or each in the place of the other, with other singular values."""
         other = object.__new__(type(self))
-        other.U, other.sigma, other.V = U, sigma, V
+        other.sigma = sigma
+        if self._shared is None:
+            other.U, other.V = (self.V, self.U) if transposed else (self.U, self.V)
+        else:
+            matrix, signs = self._shared
+            other._shared = (matrix.mT, signs.flip(0)) if transposed else (matrix, signs)
         return other
 
     def _orientation(self) -> Tensor:
@@ -189,25 +217,37 @@ class SVD(Matrix):
         return max(self._sides()) * torch.finfo(self.dtype).eps
 
     def _batch(self) -> tuple[int, ...]:
+        if self._shared is not None:
+            return ()
         return broadcast_batches(U=self.U._batch(), sigma=self.sigma.shape[:-1], V=self.V._batch())
 
     def _sides(self) -> tuple[int, int]:
+        if self._shared is not None:
+            n, m = self._shared[0].shape
+            return n, m
         return self.U.V.shape[-1], self.V.V.shape[-1]
 
     def _times(self, X: Tensor) -> Tensor:
-        U, V, k = self.U, self.V, self.sigma.shape[-1]
         if self._plain():
-            return svd_linear(X, U.V, self.sigma, V.V, signs=self._signs(), form=U.form, columns=True)
+            return self._svd_linear(X, columns=True)
+        U, V, k = self.U, self.V, self.sigma.shape[-1]
         Y = self.sigma.unsqueeze(-1) * V.mT._times(X)[..., :k, :]
         return U._times(F.pad(Y, (0, 0, 0, U.V.shape[-1] - k)))
 
     def _times_rows(self, X: Tensor) -> Tensor:
-        if not self._plain():
-            return super()._times_rows(X)
-        return svd_linear(X, self.U.V, self.sigma, self.V.V, signs=self._signs(), form=self.U.form)
+        return self._svd_linear(X) if self._plain() else super()._times_rows(X)
+
+    def _svd_linear(self, X: Tensor, columns: bool = False) -> Tensor:
+        if self._shared is not None:
+            matrix, signs = self._shared
+            return svd_linear(X, matrix, self.sigma, signs=signs, columns=columns)
+        U, V = self.U, self.V
+        return svd_linear(X, U.V, self.sigma, V.V, signs=self._signs(), form=U.form, columns=columns)
 
     def _plain(self) -> bool:
         """Whether W is what ``svd_linear`` takes: no batch, one form, and the reflections in their own order."""
+        if self._shared is not None:
+            return True
         U, V = self.U, self.V
         batched = self.sigma.ndim > 1 or any(Q.V.ndim > 2 or (Q.signs is not None and Q.signs.ndim > 1) for Q in (U, V))
         return U.form == V.form and not (batched or U.transposed or V.transposed)

@@ -61,7 +61,7 @@ class Symmetric(SVD):
         result = f(sigma)
         if result.shape != sigma.shape:
             raise ValueError(f"`f` should keep the shape {tuple(sigma.shape)}; got {tuple(result.shape)}")
-        return self._replace(self.U, result, self.V)
+        return self._with(result)
 
     def _orientation(self) -> Tensor:
         return torch.ones((), dtype=self.dtype, device=self.device)  # det U · det U

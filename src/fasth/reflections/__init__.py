@@ -89,6 +89,13 @@ def householder_compact(
     if matrix.ndim != 2:
         raise ValueError(f"`matrix` should have two dimensions; got shape {_shape(matrix)}")
     V = matrix.mT if lower else matrix
+    if block_size is None and _core_at_once():  # the shortest way, for small steps
+        sizes = native.core().plain_householder(x, V)
+        if sizes is not None:
+            rows, r, d = sizes
+            k = block_size_or_form(rows, min(r, d), d, True, V.dtype, torch.get_num_threads(), tuned.changes)
+            if k is not None:
+                return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
     _check(x, V, block_size)
     x, (r, d) = x.to(V.dtype), V.shape
     if materialising_pays(x.numel() // d, min(r, d), d, True, V):
