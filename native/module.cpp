@@ -18,8 +18,10 @@ void expect(bool fine, const char *what) {
     if (!fine) throw nb::value_error(what);
 }
 template <class T> void expect_dtype(const Tensor &t) {
-    if (t.here() && !(t.of<T>() && t.on_cpu()))
+    if (!t.here()) return;
+    if (!(t.of<T>() && t.on_cpu()))
         throw nb::type_error("all tensors should be on the CPU and of one dtype, float32 or float64");
+    expect(t.has_memory() || t.numel() == 0, "a tensor has no memory any more");
 }
 // action(T()), with T the type of the tensor's numbers.
 template <class Action> nb::object by_dtype(const Tensor &t, const Action &action) {
@@ -115,10 +117,11 @@ nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int kind, I
         const Tensor out = x.new_rows();
         Keeping<T> keeping(keep);
         int kept = keeping.plan(work, x, x.numel() + V.numel()); // V and the output are kept anyway: as much again
+        const auto rows = batch_of<const T>(x, V.dims()), reflectors = batch_of<const T>(V, V.dims());
         {
             nb::gil_scoped_release release;
             T *const memory = keeping.memory.template data<T>();
-            kept = work.forward(batch_of<const T>(x, V.dims()), batch_of<const T>(V, V.dims()), out.data<T>(), memory, kept);
+            kept = work.forward(rows, reflectors, out.data<T>(), memory, kept);
             keeping.finish(work, kept);
         }
         return nb::make_tuple(out.object, keeping.memory.or_none());
@@ -138,10 +141,12 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
             const Found<T> found(memory, work);
             const Tensor dx = needs_x ? g.new_rows() : Tensor();
             const Tensor dV = needs_V ? V.new_like() : Tensor();
+            const auto rows = batch_of<const T>(g, V.dims()), reflectors = batch_of<const T>(V, V.dims());
+            const auto gradient = batch_of<T>(dV, V.dims());
             {
                 nb::gil_scoped_release release;
-                work.backward(batch_of<const T>(g, V.dims()), out.data<const T>(), batch_of<const T>(V, V.dims()),
-                              found.memory.template data<T>(), found.kept, dx.data<T>(), batch_of<T>(dV, V.dims()));
+                work.backward(rows, out.data<const T>(), reflectors, found.memory.template data<T>(), found.kept,
+                              dx.data<T>(), gradient);
             }
             return nb::make_tuple(dx.or_none(), dV.or_none());
         });
@@ -245,10 +250,12 @@ nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle 
         Keeping<T> keeping(keep);
         const Index room = 2 * (x.tensor.numel() + factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0));
         int kept = keeping.plan(work, x.tensor, std::max(room, always_kept));
+        const auto from = x.all<const T>();
+        const auto to = out.all<T>();
         {
             nb::gil_scoped_release release;
             T *const memory = keeping.memory.template data<T>();
-            kept = work.forward(x.all<const T>(), bias.data<const T>(), out.all<T>(), memory, kept);
+            kept = work.forward(from, bias.data<const T>(), to, memory, kept);
             keeping.finish(work, kept);
         }
         return nb::make_tuple(out.tensor.object, keeping.memory.or_none());
@@ -281,11 +288,12 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
             const Tensor dsigma = factors.sigma.new_rows();
             const Tensor dV = factors.V.here() && !one && needed(3) ? factors.V.new_like() : Tensor();
             const Tensor dbias = bias.here() && needed(4) ? bias.new_rows() : Tensor();
+            const auto rows = g.all<const T>();
+            const typename Weight<T>::Gradients to{dx.all<T>(), factors.V_side<T>(factors.V.here() && !one ? dV : dU),
+                                                   dsigma.data<T>(), factors.U_side<T>(dU), dbias.data<T>()};
             {
                 nb::gil_scoped_release release;
-                work.backward(g.all<const T>(), found.memory.template data<T>(), found.kept,
-                              {dx.all<T>(), factors.V_side<T>(factors.V.here() && !one ? dV : dU), dsigma.data<T>(),
-                               factors.U_side<T>(dU), dbias.data<T>()});
+                work.backward(rows, found.memory.template data<T>(), found.kept, to);
             }
             return nb::make_tuple(dx.tensor.or_none(), dU.or_none(), needed(2) ? dsigma.object : nb::none(), dV.or_none(),
                                   dbias.or_none());

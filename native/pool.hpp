@@ -17,6 +17,8 @@ class Pool {
         std::size_t size = 0;
     };
 
+    Pool() { idle.reserve(most_pieces + 1); }
+
     Piece take(std::size_t size) {
         size = std::max<std::size_t>((size + 63) / 64 * 64, 64);
         {
@@ -36,29 +38,29 @@ class Pool {
     }
 
     // The newest stay; what has not been asked for since goes back to the system.
-    void give(const Piece &piece) {
-        std::vector<Piece> leaving;
-        {
-            const Lock lock(busy);
-            idle.push_back(piece);
-            idle_bytes += piece.size;
-            while (idle_bytes > most_bytes || idle.size() > most_pieces) {
-                leaving.push_back(idle.front());
-                idle_bytes -= idle.front().size;
-                idle.erase(idle.begin());
-            }
+    void give(const Piece &piece) noexcept {
+        if (piece.size > most_bytes) return release(piece);
+        const Lock lock(busy);
+        idle.push_back(piece); // there is room
+        idle_bytes += piece.size;
+        while (idle_bytes > most_bytes || idle.size() > most_pieces) {
+            release(idle.front());
+            idle_bytes -= idle.front().size;
+            idle.erase(idle.begin());
         }
-        for (const Piece &one : leaving) ::operator delete(one.memory, std::align_val_t(64));
     }
 
     // In the child of a fork, where the lock may be held by a thread that is not there: what was idle is left alone.
     void forget() {
         new (&idle) std::vector<Piece>();
+        idle.reserve(most_pieces + 1);
         idle_bytes = 0;
         busy.clear();
     }
 
   private:
+    static void release(const Piece &piece) noexcept { ::operator delete(piece.memory, std::align_val_t(64)); }
+
     static constexpr std::size_t most_bytes = std::size_t(64) << 20, most_pieces = 64;
     struct Lock {
         std::atomic_flag &busy;

@@ -739,7 +739,8 @@ template <class T> class Member {
     void clear(Strided<T> dV, Index from, Index to, Index end) const {
         FASTH_PHASE(clear);
         const auto fill = [&](T *start, Index count) {
-            if (streams(dV) && count % packet_size<T> == 0)
+            const Index bytes = packet_size<T> * Index(sizeof(T));
+            if (streams(dV) && count % packet_size<T> == 0 && reinterpret_cast<std::uintptr_t>(start) % bytes == 0)
                 for (Index c = 0; c < count; c += packet_size<T>) stream(start + c, Eigen::internal::pset1<Packet<T>>(T(0)));
             else
                 std::memset(start, 0, sizeof(T) * std::size_t(count));

@@ -205,7 +205,7 @@ template <class T> struct Weight {
         return members == planned ? planned : std::min(planned, factors_kept);
     }
 
-    struct Gradients { // any may be left out; that of x or V needs that of sigma
+    struct Gradients { // any but that of sigma may be left out
         Strided<T> x, V;
         T *sigma;
         Strided<T> U;
@@ -218,7 +218,6 @@ template <class T> struct Weight {
             if (to.bias) u.sum_columns(to.bias);
             if (to.U.data) u.load({memory + U_output(), U.d, 1}, 1);
             u.backward(U_part(memory, team, kept), to.U);
-            if (!to.sigma) return;
             v.load({memory, V.d, 1}, 1);
             v.gradient_of_factors(u, diagonal, to.sigma);
             if (!to.x.data && !to.V.data) return;

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -40,7 +41,7 @@ struct Torch {
     decltype(ExchangeTable::to_object) to_object = nullptr;
 };
 inline Torch torch;
-inline Pool pool;
+inline Pool &pool = *new Pool; // never destroyed: tensors may be freed as late as that
 
 inline PyObject *owned(PyObject *object) {
     if (!object) throw nb::python_error();
@@ -117,7 +118,7 @@ class Tensor {
             Pool::Piece piece;
             std::int64_t size, stride;
         };
-        auto *const made = new Pooled();
+        auto made = std::make_unique<Pooled>();
         made->size = count, made->stride = 1;
         made->major = 1;
         made->deleter = [](Managed *self) {
@@ -133,7 +134,7 @@ class Tensor {
         made->view.shape = &made->size;
         made->view.strides = &made->stride;
         void *object = nullptr;
-        if (torch.to_object(made, &object) != 0) throw nb::python_error();
+        if (torch.to_object(made.release(), &object) != 0) throw nb::python_error();
         return Tensor(nb::steal(static_cast<PyObject *>(object)));
     }
     // The shape of this one, but for the last dimension.

@@ -296,6 +296,46 @@ def test_a_graph_for_inference_takes_other_tensors_for_the_parameters():
         torch.testing.assert_close(compiled(given), call(given))
 
 
+def test_a_graph_for_inference_takes_another_view_of_its_parameters():
+    layer, x = fnn.LinearSVD(8, 8).eval(), torch.randn(3, 8)
+    given = {"reflectors": layer.reflectors.detach().t()}
+
+    def call(given):
+        return torch.func.functional_call(layer, given, (x,))
+
+    with torch.no_grad():
+        layer(x)
+        torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(given), call(given))
+
+
+def test_a_graph_that_changes_its_parameters_leaves_nothing_behind():
+    layer, x = fnn.LinearSVD(8, 8, bias=False).eval(), torch.randn(3, 8)
+
+    def call(x):
+        y = layer(x)
+        layer.sigma.mul_(2)
+        return y
+
+    with torch.no_grad():
+        compiled = torch.compile(call)
+        for _ in range(2):
+            y = compiled(x)
+            torch.testing.assert_close(layer(x), 2 * y)
+
+
+@has_core
+@pytest.mark.parametrize("form", FORMS)
+def test_no_singular_values(form):
+    arguments = svd_arguments((5,), 24, 40, form)
+    arguments = tuple(t[:0].detach() if i == 2 else t[:, :0] if i == 5 else t for i, t in enumerate(arguments))
+    out = torch.ops.fasth.svd_linear(*arguments)
+    expected = SVD_COMPOSED[FORMS.index(form)](*arguments[:6])
+    wanted = [t for t in arguments[:5] if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = [torch.autograd.grad(t.square().sum(), wanted, allow_unused=True) for t in (out, expected)]
+    for a, b, t in zip(*found, wanted, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(t) if b is None else b)
+
+
 def test_opcheck_of_what_is_kept():
     layer, x = fnn.LinearSVD(12, 10).eval().requires_grad_(False), torch.randn(5, 12)
     made_of = [getattr(layer, name).detach() for name in layer._made_of]

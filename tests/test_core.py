@@ -425,6 +425,38 @@ assert torch.equal(householder(few, V), expected)
 """)
 
 
+def test_a_gradient_past_the_caches_may_end_anywhere():
+    """Written in whole packets where it is aligned, which rows beyond the last reflector need not be."""
+    B, r, d = 2, 1032, 1016
+    x = torch.randn(B, 4, d)
+    V = torch.randn(d, B, r).permute(1, 2, 0).requires_grad_()
+    out, expected = householder(x, V, triangular=True), householder(x, V.contiguous(), triangular=True)
+    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), V)[0] for t in (out, expected)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_saved_tensor_without_memory_is_an_error():
+    done = script("""
+import torch
+from fasth import householder
+from fasth.reflections import svd_linear
+
+for function in (householder, lambda x, V: svd_linear(x, V, torch.ones(64))):
+    x, V = torch.randn(8, 64, requires_grad=True), torch.randn(64, 64)
+    out = function(x, V)
+    V.untyped_storage().resize_(0)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        print("memory" in str(error))
+""")
+    assert done.split() == ["True"] * 2
+
+
+def test_flags_may_be_anything_true():
+    x, V = torch.randn(4, 8), torch.randn(8, 8)
+    assert torch.equal(householder(x, V, transpose=1), householder(x, V, transpose=True))
+
+
 FAR = 2**31 + 2**12
 
 

@@ -809,8 +809,9 @@ def test_products_by_the_functions_of_torch() -> None:
     X, W = torch.randn(3, 5), SVD.from_dense(torch.randn(5, 4))
     torch.testing.assert_close(torch.matmul(X, W), X @ W.dense())
     torch.testing.assert_close(torch.matmul(W, X[0, :4]), W.dense() @ X[0, :4])
-    with pytest.raises(TypeError):
-        torch.add(X, W)
+    for wrong in (lambda: torch.add(X, W), lambda: torch.matmul(W, W)):
+        with pytest.raises(TypeError):
+            wrong()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])

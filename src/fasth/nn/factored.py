@@ -44,11 +44,12 @@ class Factored(nn.Module):
     bias: nn.Parameter | None
     _made_of: tuple[str, ...]
     _kept: Kept | None
+    _kept_for_graphs: Kept | None
     _number: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept = None
+        self._forget()
         self._number = kept.register(self)
 
     @property
@@ -93,10 +94,18 @@ class Factored(nn.Module):
 
     @torch.no_grad()
     def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
-        """The dense weight that these tensors make: the kept one where they are this layer's own."""
+        """The dense weight that these tensors make: the kept one where they are this layer's own.
+
+        Graphs have one of their own. A graph that changes a parameter counts that before it does it, so what it sees in
+        the meantime is of no use to others.
+        """
         own = [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
-        if all(t is not None and t.data_ptr() == u.data_ptr() for t, u in zip(own, made_of, strict=True)):
-            weight = self._kept_weight()
+        if all(t is not None and _same(t, u) for t, u in zip(own, made_of, strict=True)):
+            self._kept, self._kept_for_graphs = self._kept_for_graphs, self._kept
+            try:
+                weight = self._kept_weight()
+            finally:
+                self._kept, self._kept_for_graphs = self._kept_for_graphs, self._kept
             if weight is not None:
                 return weight
         given = dict(zip(self._made_of, made_of, strict=True))
@@ -123,20 +132,24 @@ class Factored(nn.Module):
         # The flag is that of fully_shard and of its predecessor; replicate, which works likewise, sets hooks only.
         return "_is_fsdp_managed_module" in self.__dict__ or bool(self._load_state_dict_pre_hooks)
 
+    def _forget(self) -> None:
+        self._kept = self._kept_for_graphs = None
+
     def train(self: Self, mode: bool = True) -> Self:
-        self._kept = None
+        self._forget()
         return super().train(mode)
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._kept = None
+        self._forget()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_number")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_ONE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._kept, self._number = None, kept.register(self)
+        self._forget()
+        self._number = kept.register(self)
 
     def _load_from_state_dict(
         self,
@@ -230,6 +243,8 @@ class Factored(nn.Module):
         return dense.train(self.training)
 
 
+_OF_THIS_ONE = ("_kept", "_kept_for_graphs", "_number")  # not for a copy
+
 _keepers: weakref.WeakSet[Factored] = weakref.WeakSet()
 
 
@@ -242,8 +257,11 @@ def _forget_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A step that is fused, or written through ``.data``, does not show in the version of a parameter."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} if _keepers else set()
     for module in tuple(_keepers):
-        if module._kept is None or not stepped.isdisjoint(id(tensor) for _, tensor, *_ in module._kept.parameters):
-            module._kept = None
+        made_of = {
+            id(tensor) for one in (module._kept, module._kept_for_graphs) if one for _, tensor, *_ in one.parameters
+        }
+        if not made_of or not stepped.isdisjoint(made_of):
+            module._forget()
             _keepers.discard(module)
 
 
@@ -254,6 +272,11 @@ def _distributed(values: Tensor, like: Any, mesh: Any) -> Tensor:
     if hasattr(like, "placements"):
         return distribute_tensor(values, mesh, like.placements)
     return distribute_tensor(values, mesh, [Replicate()] * mesh.ndim).to_local()
+
+
+def _same(t: Tensor, u: Tensor) -> bool:
+    """Whether both are the same numbers in the same memory."""
+    return (t.data_ptr(), t.dtype, t.shape, t.stride()) == (u.data_ptr(), u.dtype, u.shape, u.stride())
 
 
 def in_dtype_of(parameter: Tensor, buffer: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Matrix(ABC):
         """``X @ A`` and ``torch.matmul``. Without this, PyTorch would first fail to read A as a tensor, slowly."""
         if function in _PRODUCTS and len(args) == 2 and not kwargs:
             left, right = args
-            return left.matmul(right) if isinstance(left, Matrix) else right.__rmatmul__(left)
+            return left.__matmul__(right) if isinstance(left, Matrix) else right.__rmatmul__(left)
         return NotImplemented
 
     def __repr__(self) -> str:

@@ -136,13 +136,13 @@ def svd_linear(
         (*, n).
     """
     if _core_at_once():  # the shortest way, for small steps
-        sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs, columns)
+        sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs, bool(columns))
         if sizes is not None:
             blocks = block_sizes_or_form(*sizes, form != "full", U.dtype, torch.get_num_threads(), tuned.changes)
             if blocks is not None:
                 kind = FORMS.index(form)
                 composed = (SVD_COMPOSED_COLUMNS if columns else SVD_COMPOSED)[kind]
-                return native_svd.svd_linear(x, U, sigma, V, bias, signs, (columns, kind, *blocks), composed)
+                return native_svd.svd_linear(x, U, sigma, V, bias, signs, (bool(columns), kind, *blocks), composed)
     if columns:
         return svd_linear(x.mT, U, sigma, V, bias, signs=signs, form=form).mT
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])

@@ -114,8 +114,8 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size:
     V is FULL, TRIANGULAR or COMPACT; it may have any strides, and is read where it lies.
     """
     if torch.is_grad_enabled() and (x.requires_grad or V.requires_grad):
-        return _run(x, V, (transpose, kind, block_size))
-    return core().householder(x, V, transpose, kind, block_size, torch.get_num_threads(), False)[0]
+        return _run(x, V, (bool(transpose), kind, block_size))
+    return core().householder(x, V, bool(transpose), kind, block_size, torch.get_num_threads(), False)[0]
 
 
 class _Householder(torch.autograd.Function):
