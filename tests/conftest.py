@@ -55,6 +55,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(fixture, [getattr(torch, name) for name in names], ids=names)
 
 
+@pytest.fixture
+def set_threads():
+    """``torch.set_num_threads``, undone afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

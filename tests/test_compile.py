@@ -28,13 +28,6 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 # The operators.
 
 

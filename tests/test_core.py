@@ -36,14 +36,6 @@ SHARED = [
 by_name = pytest.mark.parametrize("problem", SHARED, ids=lambda problem: problem.name)
 
 
-@pytest.fixture
-def set_threads():
-    """``torch.set_num_threads``, undone afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 # Threads.
 
 

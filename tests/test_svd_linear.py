@@ -96,13 +96,6 @@ def with_gradients(out: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...
     return out, *(torch.zeros_like(t) if f is None else f for f, t in zip(found, inputs, strict=True))
 
 
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def actual(tensors: dict[str, Tensor], form: str) -> Tensor:
     return svd_linear(**tensors, form="compact" if form == "shared" else form)
 

@@ -86,8 +86,12 @@ class Factored(nn.Module):
         """What the weight is made of, if a graph in the making may ask for the kept one."""
         if self.training or self._gathered():
             return None
-        made_of = [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
+        made_of = self._own()
         return made_of if kept.usable(self._number, made_of) else None  # type: ignore[return-value]  # none is None
+
+    def _own(self) -> list[Tensor | None]:
+        """The tensors of ``_made_of``; None for one that is computed, as after pruning."""
+        return [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
 
     def _weight_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
@@ -99,8 +103,7 @@ class Factored(nn.Module):
         Graphs have one of their own. A graph that changes a parameter counts that before it does it, so what it sees in
         the meantime is of no use to others.
         """
-        own = [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
-        if all(t is not None and _same(t, u) for t, u in zip(own, made_of, strict=True)):
+        if all(t is not None and _same(t, u) for t, u in zip(self._own(), made_of, strict=True)):
             self._kept, self._kept_for_graphs = self._kept_for_graphs, self._kept
             try:
                 weight = self._kept_weight()

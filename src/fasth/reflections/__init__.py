@@ -59,13 +59,10 @@ def householder(
         >>> torch.allclose(householder(y, V, transpose=True), x, atol=1e-5)
         True
     """
-    if block_size is None and _core_at_once():  # the shortest way, for small steps
-        sizes = native.core().plain_householder(x, V)
-        if sizes is not None:
-            k = block_size_or_form(*sizes, bool(triangular), V.dtype, torch.get_num_threads(), tuned.changes)
-            if k is not None:
-                kind = native.TRIANGULAR if triangular else native.FULL
-                return native.householder(x, V, transpose=transpose, kind=kind, block_size=k)
+    if block_size is None:
+        out = _at_once(x, V, transpose, native.TRIANGULAR if triangular else native.FULL)
+        if out is not None:
+            return out
     _check(x, V, block_size)
     if _autocast(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
@@ -89,13 +86,10 @@ def householder_compact(
     if matrix.ndim != 2:
         raise ValueError(f"`matrix` should have two dimensions; got shape {_shape(matrix)}")
     V = matrix.mT if lower else matrix
-    if block_size is None and _core_at_once():  # the shortest way, for small steps
-        sizes = native.core().plain_householder(x, V)
-        if sizes is not None:
-            rows, r, d = sizes
-            k = block_size_or_form(rows, min(r, d), d, True, V.dtype, torch.get_num_threads(), tuned.changes)
-            if k is not None:
-                return native.householder(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
+    if block_size is None:
+        out = _at_once(x, V, transpose, native.COMPACT)
+        if out is not None:
+            return out
     _check(x, V, block_size)
     x, (r, d) = x.to(V.dtype), V.shape
     if materialising_pays(x.numel() // d, min(r, d), d, True, V):
@@ -228,6 +222,17 @@ def _core_for(x: Tensor, V: Tensor) -> Callable[..., Tensor] | None:
     if native.usable(x, V):
         return native.householder
     return ops.householder if ops.usable(x, V) else None
+
+
+def _at_once(x: Tensor, V: Tensor, transpose: bool, kind: int) -> Tensor | None:
+    """The shortest way to the core, for small steps of the commonest shapes. None for others, and where Q is formed."""
+    sizes = native.core().plain_householder(x, V) if _core_at_once() else None
+    if sizes is None:
+        return None
+    rows, r, d = sizes
+    r = min(r, d) if kind == native.COMPACT else r
+    k = block_size_or_form(rows, r, d, kind != native.FULL, V.dtype, torch.get_num_threads(), tuned.changes)
+    return None if k is None else native.householder(x, V, transpose=transpose, kind=kind, block_size=k)
 
 
 def _core_at_once() -> bool:
