@@ -48,7 +48,8 @@ template <class T> Reflection<T> reflection(const Tensor &x, const Tensor &V, bo
     expect(x.size(-1) == V.size(-1) && V.size(-1) > 0, "the rows and the reflectors should have one length, at least 1");
     expect(kind >= 0 && kind < 3 && k > 0 && threads > 0, "unknown kind of reflectors, or a block or team of none");
     const Index m = batch ? x.size(1) : x.rows();
-    const Problem p{m, V.size(-2), V.size(-1), Kind(kind), transpose, k, Problem::half_panel<T>};
+    const Index d = V.size(-1);
+    const Problem p{m, V.size(-2), d, Kind(kind), transpose, k, packet_size<T>, panel_for(d)};
     return {p, batch ? V.size(0) : 1, threads};
 }
 
@@ -64,7 +65,7 @@ template <class T> class Keeping {
     template <class Work> int plan(const Work &work, const Tensor &like, Index room) {
         if (!given && !wanted) return nothing_kept;
         if (given) expect_dtype<T>(memory), expect(memory.dims() == 1 && memory.contiguous(), "`kept` should be a vector");
-        if (given) room = memory.numel() - 1;
+        room = (given ? memory.numel() : room) - 1; // the last number
         if (room < 0) return nothing_kept; // no matrices, and so no memory
         const int kept = work.best_kept(room);
         expect(!given || work.size(kept) <= room, "`sizes` should be those of the weight: there is no room for what is kept");
@@ -153,14 +154,16 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
     });
 }
 
-// How much is kept of each matrix, without the rows after every block; and with them, by a team of so many members: for no
-// rows, and for each row besides.
+// How much is kept of each matrix, without the rows after every block; and, at most, with them, by a team of so many
+// members: for no rows, and for each row besides.
 std::tuple<Index, Index, Index> kept_sizes(Index r, Index d, int kind, Index k, int members, int bytes) {
-    const auto size = [&](Index m, int kept) {
-        const Problem p{m, r, d, Kind(kind), false, k, half_panel_bytes / bytes};
-        return kept_size<float>(p, kept == factors_kept ? kept : int(std::min<Index>(kept, (p.half_panels() + 1) / 2)));
+    const Index packet = bytes == sizeof(float) ? packet_size<float> : packet_size<double>;
+    const auto size = [&](Index m, int kept) { // with wide panels, as in a weight that is longer the other way
+        const Problem p{m, r, d, Kind(kind), false, k, packet, panel_for(1 << 20)};
+        return kept_size<float>(p, kept == factors_kept ? kept : int(std::min<Index>(kept, p.panels())));
     };
-    return {size(0, factors_kept), size(0, members), size(1, members) - size(0, members)};
+    const Index row = (size(packet, members) - size(0, members)) / packet;
+    return {size(0, factors_kept), size(0, members) + 2 * packet * row, row}; // where the last packet is not full
 }
 
 // W: (n, m) as U Σ Vᵀ. Without V, U is the (n, m) matrix that holds both sides, compact.
@@ -204,9 +207,9 @@ struct Factors {
         for (const Tensor *t : {&U, &sigma, &V, &signs, &bias}) expect_dtype<T>(*t);
         if (const char *const what = wrong(bias)) throw nb::value_error(what);
         expect(threads > 0, "a team of none");
-        const Index H = Problem::half_panel<T>;
-        const Problem V_problem{rows, V_reflectors(), m(), Kind(kind), true, V_block, H, !V.here(), together};
-        const Problem U_problem{rows, U_reflectors(), n(), Kind(kind), false, U_block, H, !V.here()};
+        const Index packet = packet_size<T>, panel = panel_for(std::max(m(), n()));
+        const Problem V_problem{rows, V_reflectors(), m(), Kind(kind), true, V_block, packet, panel, !V.here(), together};
+        const Problem U_problem{rows, U_reflectors(), n(), Kind(kind), false, U_block, packet, panel, !V.here()};
         const Diagonal<T> diagonal{sigma.data<const T>(), signs.data<const T>(), sigma.size(0)};
         return {V_problem, U_problem, V_side<const T>(V.here() ? V : U), U_side<const T>(U), diagonal, threads};
     }

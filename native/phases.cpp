@@ -13,7 +13,7 @@
 
 namespace fasth_phases {
 enum Name { rows, pack, S, gram, meet, invert, factor, keep, update, antisymmetric, gradient, clear, count };
-const char *const names[] = {"rows in and out", "pack Y, Yᵀ", "S = A Yᵀ", "G = Y Yᵀ", "meet, add up", "T = B⁻¹", "Z = S T",
+const char *const names[] = {"rows in and out", "pack edges", "S = A Yᵀ", "G = Y Yᵀ", "meet, add up", "T = B⁻¹", "Z = S T",
                              "keep", "A − Z Y", "N", "∂Y", "zeros in ∂V"};
 std::array<unsigned long long, count> cycles;
 thread_local bool watched = false;
@@ -50,7 +50,7 @@ int main(int argc, char **argv) {
     const Index m = 32, d = argc > 1 ? std::atol(argv[1]) : 512, k = argc > 4 ? std::atol(argv[4]) : 32;
     const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
     const Kind kind = argc > 3 && argv[3][0] == 'f' ? Kind::full : Kind::triangular;
-    const Problem p{m, d, d, kind, false, k, Problem::half_panel<float>};
+    const Problem p{m, d, d, kind, false, k, packet_size<float>, panel_for(d)};
     std::mt19937 generator(0);
     std::normal_distribution<float> normal;
     const auto draw = [&](Index n) {
@@ -59,7 +59,7 @@ int main(int argc, char **argv) {
         return v;
     };
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
-    const int members = int(std::min<Index>(threads, (p.half_panels() + 1) / 2));
+    const int members = int(std::min<Index>(threads, p.panels()));
     auto memory = draw(Kept<float>::size(p, members, true));
     Arena arena;
     const auto lay_out = [&] {

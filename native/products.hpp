@@ -17,27 +17,30 @@ constexpr Index padding = 16; // the columns of small matrices are rounded up to
 
 constexpr Index round_up(Index n, Index multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// How many rows of a result of so many packets fit into the registers, with room for the operands. Wide tiles load
-// least, so 6 × 4 is taken where there are columns enough.
-#if defined(EIGEN_VECTORIZE_AVX512) || defined(__aarch64__)
-constexpr int widest_tile = 4;
-constexpr int tile_rows(int columns) { return columns == 4 ? 6 : columns == 2 ? 12 : 16; }
+// What is called with numbers in registers has to become part of the caller, or they go through memory.
+#if defined(__GNUC__)
+#define FASTH_INLINE inline __attribute__((always_inline))
 #else
+#define FASTH_INLINE inline
+#endif
+
+// How many rows of a result of so many packets fit into the registers, with room for the operands.
 constexpr int widest_tile = 2;
+#if defined(EIGEN_VECTORIZE_AVX512) || defined(__aarch64__)
+constexpr int tile_rows(int columns) { return columns == 2 ? 12 : 16; }
+#else
 constexpr int tile_rows(int columns) { return columns == 2 ? 6 : 12; }
 #endif
 
 enum class Result { set, add, subtract, negative, negative_streamed };
 
-constexpr Index half_panel_bytes = 128;
-
 template <class T> struct Matrix { // row-major, rows row_stride apart
     T *data;
     Index row_stride;
-    Index gap = 0; // in a result and what it is added to: how far apart two half panels are, beyond their own width
-    Index column(Index j) const { return j < half_panel_bytes / Index(sizeof(T)) ? j : j + gap; }
 };
-enum class Left { dense, strictly_lower, strictly_upper };
+
+// Which part of a factor is not zero. The rest of it, as far as it is read with a tile, is zero in memory too.
+enum class Shape { dense, lower_left, upper_left, strictly_lower_right, strictly_upper_right };
 
 // left · right over `inner`. The left factor is read one number at a time, so it may have any strides.
 template <class T> struct Term {
@@ -45,7 +48,7 @@ template <class T> struct Term {
     const T *left;
     Index row_stride, column_stride;
     Matrix<const T> right;
-    Left shape = Left::dense; // which part of the left factor is not zero
+    Shape shape = Shape::dense;
 };
 
 // Stores past the caches, which saves reading first what is overwritten: for results too large to stay in them. The
@@ -71,37 +74,81 @@ inline void fence() {
 #endif
 }
 
+template <class T, int rows, int columns> using Sums = Packet<T>[rows][columns];
+
+// sum += left · right over from ≤ l < to, for packets `first` to `last` of the columns. Every third row has a pointer of its
+// own: an address can have one or two strides added to it for free, but no more.
+template <int first, int last, class T, int rows, int columns>
+FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index from, Index to, Sums<T, rows, columns> &sum) {
+    using namespace Eigen::internal;
+    constexpr Index width = packet_size<T>;
+    constexpr int pointers = (rows + 2) / 3;
+    const Index stride = term.row_stride, step = term.column_stride;
+    const T *left[pointers];
+    for (int i = 0; i < pointers; ++i) left[i] = term.left + (row + 3 * i) * stride + from * step;
+    const T *right = term.right.data + from * term.right.row_stride + column;
+    for (Index l = from; l < to; ++l, right += term.right.row_stride) {
+        Packet<T> r[columns];
+#pragma GCC unroll 2
+        for (int c = first; c < last; ++c) r[c] = ploadu<Packet<T>>(right + c * width);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; ++i) {
+            const auto factor = pset1<Packet<T>>(left[i / 3][i % 3 * stride]);
+#pragma GCC unroll 2
+            for (int c = first; c < last; ++c) sum[i][c] = pmadd(factor, r[c], sum[i][c]);
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < pointers; ++i) left[i] += step;
+    }
+}
+
+// The same over all of `inner`, except where a factor is zero.
+template <bool right_may_be_triangular, class T, int rows, int columns>
+FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Sums<T, rows, columns> &sum) {
+    static_assert(columns <= 2, "");
+    constexpr Index width = packet_size<T>;
+    if constexpr (right_may_be_triangular) {
+        if (term.shape == Shape::strictly_upper_right) {
+            const Index middle = std::min(term.inner, column + width - 1), end = std::min(term.inner, column + columns * width - 1);
+            accumulate<0, columns>(term, row, column, 0, middle, sum);
+            if constexpr (columns == 2) accumulate<1, 2>(term, row, column, middle, end, sum);
+            return;
+        }
+        if (term.shape == Shape::strictly_lower_right) {
+            const Index middle = std::min(term.inner, column + width + 1);
+            accumulate<0, 1>(term, row, column, column + 1, columns == 2 ? middle : term.inner, sum);
+            if constexpr (columns == 2) accumulate<0, 2>(term, row, column, middle, term.inner, sum);
+            return;
+        }
+    }
+    const Index from = term.shape == Shape::upper_left ? row : 0;
+    const Index to = term.shape == Shape::lower_left ? std::min(term.inner, row + rows) : term.inner;
+    accumulate<0, columns>(term, row, column, from, to, sum);
+}
+
 // out = base ± the sum of the terms, for rows × (columns packets), all of it in registers.
 template <class T, int rows, int columns, Result result, int terms>
 inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base, Matrix<T> out) {
     using namespace Eigen::internal;
     constexpr Index width = packet_size<T>;
-    Packet<T> sum[rows][columns];
-    for (auto &sums : sum)
-        for (auto &packet : sums) packet = pset1<Packet<T>>(T(0));
-    for (const Term<T> &t : term) {
-        const Index from = t.shape == Left::strictly_upper ? row + 1 : 0;
-        const Index to = t.shape == Left::strictly_lower ? std::min(t.inner, row + rows - 1) : t.inner;
-        const T *left = t.left + row * t.row_stride + from * t.column_stride;
-        const T *right = t.right.data + from * t.right.row_stride + column;
-        for (Index l = from; l < to; ++l, left += t.column_stride, right += t.right.row_stride) {
-            Packet<T> r[columns];
-            for (int c = 0; c < columns; ++c) r[c] = ploadu<Packet<T>>(right + c * width);
-            for (int i = 0; i < rows; ++i) {
-                const auto factor = pset1<Packet<T>>(left[i * t.row_stride]);
-                for (int c = 0; c < columns; ++c) sum[i][c] = pmadd(factor, r[c], sum[i][c]);
-            }
-        }
-    }
+    Sums<T, rows, columns> sum;
+#pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int c = 0; c < columns; ++c) sum[i][c] = pset1<Packet<T>>(T(0));
+#pragma GCC unroll 3
+    for (const Term<T> &t : term) add_term<(terms > 1)>(t, row, column, sum);
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
         for (int c = 0; c < columns; ++c) {
             auto value = sum[i][c];
             const Index j = column + c * width;
             if constexpr (result == Result::negative || result == Result::negative_streamed) value = pnegate(value);
-            if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + base.column(j)), value);
+            if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
             if constexpr (result == Result::subtract)
-                value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + base.column(j)), value);
-            T *const target = out.data + (row + i) * out.row_stride + out.column(j);
+                value = psub(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
+            T *const target = out.data + (row + i) * out.row_stride + j;
             if constexpr (result == Result::negative_streamed)
                 stream(target, value);
             else
@@ -120,11 +167,11 @@ template <Result result, class T, int terms, int tile_columns = widest_tile>
 void product(Index rows, Index columns, const Term<T> (&term)[terms], Matrix<const T> base, Matrix<T> out, Index column = 0) {
     constexpr Index width = tile_columns * packet_size<T>;
     constexpr int most = tile_rows(tile_columns);
-    const Index tiles = (rows + most - 1) / most;
+    const Index tiles = (rows + most - 1) / most, count = tiles ? rows / tiles : 0;
     for (; column + width <= columns; column += width)
-        for (Index t = 0; t < tiles; ++t) {
-            const Index i = t * rows / tiles, count = (t + 1) * rows / tiles - i; // as even as can be
-            tile_of<T, tile_columns, result>(count, term, i, column, base, out);
+        for (Index i = 0, longer = rows - tiles * count; i < rows; --longer) { // as even as can be
+            tile_of<T, tile_columns, result>(count + (longer > 0), term, i, column, base, out);
+            i += count + (longer > 0);
         }
     if constexpr (tile_columns > 1)
         if (column < columns) product<result, T, terms, tile_columns / 2>(rows, columns, term, base, out, column);
@@ -139,15 +186,17 @@ void product(Index rows, Index columns, const Term<T> &term, Matrix<const T> bas
 // A square of packets, loaded from rows `stride` apart and transposed.
 template <class T> using Square = Eigen::internal::PacketBlock<Packet<T>, packet_size<T>>;
 
-template <class T> inline void load_transposed(const T *from, Index stride, Square<T> &square) {
+template <class T> FASTH_INLINE void load_transposed(const T *from, Index stride, Square<T> &square) {
     for (Index l = 0; l < packet_size<T>; ++l) square.packet[l] = Eigen::internal::ploadu<Packet<T>>(from + l * stride);
     Eigen::internal::ptranspose(square);
 }
 #if defined(EIGEN_VECTORIZE_AVX512)
 // Loading rows 4 apart into the four quarters of a register leaves half of the shuffles to do.
-inline void load_transposed(const float *from, Index stride, Square<float> &square) {
+FASTH_INLINE void load_transposed(const float *from, Index stride, Square<float> &square) {
+#pragma GCC unroll 4
     for (int c = 0; c < 16; c += 4) {
         __m512 r[4];
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const float *const row = from + i * stride + c;
             r[i] = _mm512_castps128_ps512(_mm_loadu_ps(row));
@@ -174,6 +223,7 @@ template <class T> void transpose(Index rows, Index columns, Matrix<const T> fro
         for (Index j = 0; j < columns; j += width) {
             Square<T> square;
             load_transposed(from.data + i * from.row_stride + j, from.row_stride, square);
+#pragma GCC unroll 16
             for (Index l = 0; l < width; ++l) Eigen::internal::pstoreu(to.data + (j + l) * to.row_stride + i, square.packet[l]);
         }
 }

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "team.hpp"
+#include "layout.hpp"
 
 // phases.cpp defines this to find out where the time goes.
 #ifndef FASTH_PHASE
@@ -16,146 +16,6 @@
 #endif
 
 namespace fasth {
-
-enum class Kind { full, triangular, compact }; // compact: triangular with a diagonal of ones that is not stored
-
-template <class T> struct Strided { // (rows, columns) anywhere in memory
-    T *data;
-    Index row_stride, column_stride;
-    T &operator()(Index i, Index j) const { return data[i * row_stride + j * column_stride]; }
-};
-
-struct Problem {
-    Index m, r, d; // rows of x, reflectors, their length
-    Kind kind;
-    bool transpose;
-    Index k; // reflections in a block
-    Index H; // columns in half a panel
-    bool shares = false; // with compact reflectors: whether another product has its own in the rest of the matrix
-    bool adds = false;   // whether the gradient of V is added to what is there
-
-    template <class T> static constexpr Index half_panel = half_panel_bytes / sizeof(T);
-
-    bool triangular() const { return kind != Kind::full; }
-    Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
-    bool fills() const { return triangular() && !shares && !adds; } // zeros in the gradient where V has none of its own
-    Index blocks() const { return (reflectors() + k - 1) / k; }
-    Index size_of(Index block) const { return std::min(k, reflectors() - block * k); }
-    Index padded_k() const { return round_up(k, padding); }
-    Index half_panels() const { return (d + H - 1) / H; }
-    // The half panel where the block's reflectors start.
-    Index first_half(Index block) const { return triangular() ? block * k / H : 0; }
-    // Which block acts as number `step`: x Qᵀ takes the last block first, x Q the first.
-    Index block_at(Index step, bool transposed) const { return transposed ? step : blocks() - 1 - step; }
-};
-
-// The columns of one member of a team. Half panels are dealt out to and fro (0 1 1 0 0 1 1 0 for two members), and each
-// member puts its own together two by two into panels. So a triangular problem is shared out to half a panel, who has one
-// more changes from block to block, and products are as wide as a panel.
-struct Columns {
-    Index H, W;
-    int size, rank;
-    Index halves, panels;
-
-    Columns(const Problem &p, int size, int rank)
-        : H(p.H), W(2 * p.H), size(size), rank(rank), halves(before(p.half_panels())), panels((halves + 1) / 2) {}
-
-    // Where a panel's halves start in V.
-    Index column(Index panel, Index half) const { return (panel * 2 * size + (half ? 2 * size - 1 - rank : rank)) * H; }
-    Index first_half(const Problem &p, Index block) const { return before(p.first_half(block)); }
-    Index first_panel(const Problem &p, Index block) const { return std::min(first_half(p, block) / 2, panels); }
-    // The columns of a panel, counted within it, that a block reaches: on the left of them its reflectors are zero.
-    Index from(const Problem &p, Index block, Index panel) const {
-        return std::clamp<Index>(first_half(p, block) - 2 * panel, 0, 2) * H;
-    }
-    Index to(Index panel) const { return std::min<Index>(halves - 2 * panel, 2) * H; }
-
-  private:
-    Index before(Index half) const { // how many of the first so many half panels are this member's
-        const Index deals = half / (2 * size), rest = half % (2 * size);
-        return 2 * deals + (rest > rank) + (rest > 2 * size - 1 - rank);
-    }
-};
-
-// What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the rows after every block but the one that acts last, whose rows are the output. Rows are kept as the members of the
-// team had them, so only a team of the same size can use them.
-template <class T> struct Kept {
-    T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
-
-    static Index size(const Problem &p, int members, bool with_states) {
-        Index count = round_up(p.reflectors(), padding) + p.blocks() * p.padded_k() * p.padded_k();
-        if (with_states && p.blocks()) {
-            count += p.blocks() * p.m * p.padded_k();
-            for (int rank = 0; rank < members; ++rank) count += states_before(p, Columns(p, members, rank), p.blocks());
-        }
-        return count;
-    }
-    Kept() = default;
-    Kept(const Problem &p, T *memory, int members, int rank, bool with_states) {
-        if (!memory) return;
-        scales = memory;
-        factors = scales + round_up(p.reflectors(), padding);
-        if (!with_states) return;
-        Z = memory + size(p, members, false);
-        states = Z + p.blocks() * p.m * p.padded_k();
-        for (int other = 0; other < rank; ++other) states += states_before(p, Columns(p, members, other), p.blocks());
-    }
-    T *factor_of(const Problem &p, Index block) const { return factors + block * p.padded_k() * p.padded_k(); }
-    T *Z_of(const Problem &p, Index block) const { return Z + block * p.m * p.padded_k(); }
-    T *state_of(const Problem &p, const Columns &own, Index block) const { return states + states_before(p, own, block); }
-
-  private:
-    static Index states_before(const Problem &p, const Columns &own, Index block) {
-        Index panels = 0;
-        for (Index b = 0; b < block; ++b)
-            if (b != p.block_at(p.blocks() - 1, p.transpose)) panels += own.panels - own.first_panel(p, b);
-        return panels * p.m * own.W;
-    }
-};
-
-// The memory of a team. `sets` of m rows run through the blocks: x; or a gradient; or a gradient and the output.
-template <class T> struct Workspace {
-    // Where the members put their sums for each other: (members, sets · m + kp, kp). Three in turn, since a member
-    // prepares the next block while another may still read what it had for the last; and two for finding scales.
-    T *sums[3] = {}, *spare[2] = {};
-    Index sum_size;
-
-    struct Packed { // a block's reflectors on the member's columns: Y (panels, kp, W), Yᵀ (panels, W, kp)
-        Index block;
-        T *Y, *Yt, *scale;
-    };
-    struct Own { // a member's
-        Packed packed[2]; // the block at work and the next
-        T *rows[2];       // each (panels, m, W)
-        T *others;        // the same, for a gradient before and after a block
-        T *S, *factor, *other, *Z, *N, *dY;
-        const T **now, **before; // where the rows of each panel are at present, and were before the block at work
-    };
-
-    Workspace(const Problem &p, int members, int sets, Arena &arena) : sum_size((sets * p.m + p.padded_k()) * p.padded_k()) {
-        for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
-        for (T *&slots : spare) slots = arena.take<T>(members * sum_size);
-    }
-    static Own own(const Problem &p, int members, int sets, Arena &arena) {
-        const Columns widest(p, members, 0);
-        const Index kp = p.padded_k(), panels = widest.panels, W = widest.W;
-        Own own;
-        for (auto &packed : own.packed)
-            packed = {0, arena.take<T>(panels * kp * W), arena.take<T>(panels * kp * W), arena.take<T>(kp)};
-        for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.m * W) : nullptr;
-        own.S = arena.take<T>(sets * p.m * kp + kp * kp);
-        own.factor = arena.take<T>(kp * kp);
-        own.other = arena.take<T>(kp * kp);
-        own.Z = arena.take<T>(sets * p.m * kp);
-        own.N = arena.take<T>(kp * kp);
-        own.dY = arena.take<T>(kp * W);
-        own.others = sets == 2 ? arena.take<T>(panels * p.m * W) : nullptr;
-        own.now = arena.take<const T *>(panels);
-        own.before = arena.take<const T *>(panels);
-        return own;
-    }
-};
 
 // The singular values between two products, times the signs of both: (2, count), or none.
 template <class T> struct Diagonal {
@@ -166,7 +26,7 @@ template <class T> struct Diagonal {
 
 // One member's part of the work on one matrix of the batch.
 template <class T> class Member {
-    using Packed = typename Workspace<T>::Packed;
+    using Block = typename Workspace<T>::Block;
 
     const Problem &p;
     Team &team;
@@ -174,7 +34,9 @@ template <class T> class Member {
     const Workspace<T> &shared;
     typename Workspace<T>::Own own;
     const Columns columns;
-    const Index kp, W, H;
+    const Index kp, lanes, stride; // the stride is that from one column of x to the next
+    const bool by_columns;         // whether V is stored by columns
+    const bool far;                // whether V is too large to be in the second-level cache when it is wanted
     T *G = nullptr;                // (kb, kp), behind the sums S
     int turn = 0, spare_turn = 0;  // which place for sums is next
     Index awaited = 0;             // how many sums of each other member are on their way
@@ -185,106 +47,98 @@ template <class T> class Member {
     Member(const Problem &p, Team &team, Strided<const T> V, const Workspace<T> &shared,
            const typename Workspace<T>::Own &own)
         : p(p), team(team), V(V), shared(shared), own(own), columns(p, team.size, team.rank), kp(p.padded_k()),
-          W(columns.W), H(columns.H) {}
+          lanes(p.lanes()), stride(p.lane_stride()), by_columns(V.row_stride == 1 && V.column_stride != 1), far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
 
     void load(Strided<const T> source, int set = 0) {
-        for_halves([&](Index q, Index half) {
+        for_panels([&](Index q, Index column, Index width) {
             FASTH_PHASE(rows);
-            T *const panel = own.rows[set] + q * p.m * W;
+            T *const panel = own.rows[set] + q * p.panel_size();
             if (set == 0) own.now[q] = panel;
-            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
-            if (source.row_stride == 1 && source.column_stride != 1 && width == H && p.m % packet_size<T> == 0)
-                return transpose<T>(H, p.m, {&source(0, column), source.column_stride}, {panel + half * H, W});
-            if (source.column_stride == 1 && width == H)
-                return copy<T>(p.m, H, {&source(0, column), source.row_stride}, {panel + half * H, W});
-            for (Index i = 0; i < p.m; ++i) {
-                T *const row = panel + i * W + half * H;
-                if (source.column_stride == 1)
-                    std::memcpy(row, &source(i, column), sizeof(T) * width);
-                else
-                    for (Index c = 0; c < width; ++c) row[c] = source(i, column + c);
-                std::fill(row + width, row + H, T(0));
+            Index done = 0; // rows that are there already
+            if (source.row_stride == 1) {
+                for (Index c = 0; c < width; ++c) std::memcpy(panel + c * stride, &source(0, column + c), sizeof(T) * std::size_t(p.m));
+                done = p.m;
+            } else if (source.column_stride == 1 && width % p.packet == 0) {
+                done = p.m / p.packet * p.packet;
+                transpose<T>(done, width, {&source(0, column), source.row_stride}, {panel, stride});
+            }
+            for (Index c = 0; c < width && done < lanes; ++c) {
+                for (Index i = done; i < p.m; ++i) panel[c * stride + i] = source(i, column + c);
+                std::fill(panel + c * stride + p.m, panel + c * stride + lanes, T(0));
             }
         });
     }
-    // With something added to each row, or nothing.
-    void store(Strided<T> target, const T *bias = nullptr) const {
-        for_halves([&](Index q, Index half) {
+    void store(Strided<T> target) const {
+        for_panels([&](Index q, Index column, Index width) {
             FASTH_PHASE(rows);
-            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
-            const bool by_columns = target.row_stride == 1 && target.column_stride != 1;
-            if (by_columns && !bias && width == H && p.m % packet_size<T> == 0)
-                return transpose<T>(p.m, H, {now(q) + half * H, W}, {&target(0, column), target.column_stride});
-            if (!bias && target.column_stride == 1 && width == H)
-                return copy<T>(p.m, H, {now(q) + half * H, W}, {&target(0, column), target.row_stride});
-            for (Index i = 0; i < p.m; ++i) {
-                const T *const row = now(q) + i * W + half * H;
-                if (!bias && target.column_stride == 1)
-                    std::memcpy(&target(i, column), row, sizeof(T) * width);
-                else
-                    for (Index c = 0; c < width; ++c) target(i, column + c) = row[c] + (bias ? bias[column + c] : T(0));
+            Index done = 0;
+            if (target.row_stride == 1) {
+                for (Index c = 0; c < width; ++c) std::memcpy(&target(0, column + c), now(q) + c * stride, sizeof(T) * std::size_t(p.m));
+                done = p.m;
+            } else if (target.column_stride == 1 && width % p.packet == 0) {
+                done = p.m / p.packet * p.packet;
+                transpose<T>(width, done, {now(q), stride}, {&target(0, column), target.row_stride});
             }
+            for (Index i = done; i < p.m; ++i)
+                for (Index c = 0; c < width; ++c) target(i, column + c) = now(q)[c * stride + i];
         });
     }
 
     // The rows of another product, each entry times its factor, and zeros where that has none.
     void load_scaled(const Member &from, const Diagonal<T> &factors) {
-        for_halves([&](Index q, Index half) {
-            const Index column = columns.column(q, half);
-            const Index count = std::clamp<Index>(factors.count - column, 0, H);
-            T *const panel = own.rows[0] + q * p.m * W;
+        for_panels([&](Index q, Index column, Index width) {
+            T *const panel = own.rows[0] + q * p.panel_size();
             own.now[q] = panel;
-            for (Index i = 0; i < p.m; ++i) {
-                T *const row = panel + i * W + half * H;
-                if (count) {
-                    const T *const source = from.now(q) + i * W + half * H;
-                    for (Index c = 0; c < count; ++c) row[c] = source[c] * factors.sigma[column + c] * factors.sign(column + c);
-                }
-                std::fill(row + count, row + H, T(0));
+            const Index count = std::clamp<Index>(factors.count - column, 0, width);
+            for (Index c = 0; c < count; ++c) {
+                const T *const source = from.now(q) + c * stride;
+                const T factor = factors.sigma[column + c] * factors.sign(column + c);
+                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] = source[i] * factor;
             }
+            for (Index c = count; c < width; ++c) std::fill_n(panel + c * stride, lanes, T(0));
+        });
+    }
+    // Something added to every row.
+    void add(const T *bias) {
+        for_panels([&](Index q, Index column, Index width) {
+            T *const panel = own.rows[0] + q * p.panel_size();
+            for (Index c = 0; c < width; ++c)
+                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] = now(q)[c * stride + i] + bias[column + c];
+            own.now[q] = panel;
         });
     }
     void sum_columns(T *sums) const {
-        for_halves([&](Index q, Index half) {
-            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
-            std::fill(sums + column, sums + column + width, T(0));
-            for (Index i = 0; i < p.m; ++i)
-                for (Index c = 0; c < width; ++c) sums[column + c] += now(q)[i * W + half * H + c];
+        for_panels([&](Index q, Index column, Index width) {
+            for (Index c = 0; c < width; ++c) sums[column + c] = sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; });
         });
     }
     // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
     void gradient_of_factors(const Member &of, const Diagonal<T> &factors, T *gradient) const {
-        for_halves([&](Index q, Index half) {
-            const Index column = columns.column(q, half), count = std::clamp<Index>(factors.count - column, 0, H);
-            T sums[half_panel_bytes / sizeof(T)] = {};
-            for (Index i = 0; i < (count ? p.m : 0); ++i) {
-                const Index at = q * p.m * W + i * W + half * H;
-                for (Index c = 0; c < count; ++c) sums[c] += own.rows[1][at + c] * of.now(q)[i * W + half * H + c];
+        for_panels([&](Index q, Index column, Index width) {
+            const T *const panel = own.rows[1] + q * p.panel_size();
+            for (Index c = 0; c < std::min(width, factors.count - column); ++c) {
+                const T *const mine = panel + c * stride, *const others = of.now(q) + c * stride;
+                gradient[column + c] = sum_of(p.m, [=](Index i) { return mine[i] * others[i]; }) * factors.sign(column + c);
             }
-            for (Index c = 0; c < count; ++c) gradient[column + c] = sums[c] * factors.sign(column + c);
         });
     }
 
     // The rows times Qᵀ, or Q if p.transpose.
     void forward(const Kept<T> &kept) {
-        const auto turn_of = [&](Index step, const Packed &at) {
-            const Index kb = p.size_of(at.block);
-            factors(kb, p.transpose);
-            multiply_by_factor(own.S, own.factor, own.Z);
+        const auto turn_of = [&](Index step, const Block &at) {
+            invert(at.size, own.factor);
+            multiply_by_factor(own.S, own.factor, p.transpose, own.Zt);
             if (kept.scales) keep(at, kept);
-            T *const state = kept.Z && step + 1 < p.blocks() ? kept.state_of(p, columns, at.block) : nullptr;
-            const Index first = columns.first_panel(p, at.block);
+            T *const state = kept.Z && step + 1 < p.blocks() ? kept.state_of(p, columns, at.number) : nullptr;
+            const Index first = columns.first_panel(p, at.number);
             return [=, &at](Index q, Index from, Index to) {
-                FASTH_PHASE(update);
-                T *const after = state ? state + (q - first) * p.m * W : own.rows[0] + q * p.m * W;
-                if (state && q + 1 < columns.panels) prefetch<true>(after + p.m * W, p.m, W, W);
-                product<Result::subtract, T>(p.m, to - from, {kb, own.Z, kp, 1, {Y(at, q) + from, W}}, {now(q) + from, W},
-                                             {after + from, W});
-                if (from && after != now(q)) copy<T>(p.m, from, {now(q), W}, {after, W});
+                T *const after = state ? state + (q - first) * p.panel_size() : own.rows[0] + q * p.panel_size();
+                if (far && state && q + 1 < columns.panels) prefetch<true>(after + p.panel_size(), 1, 0, p.panel_size());
+                update(at, q, from, to, own.Zt, now(q), after);
                 own.now[q] = after;
             };
         };
-        sweep(p.transpose, 1, true, nullptr, turn_of, [](const Packed &) {});
+        sweep(p.transpose, 1, true, nullptr, turn_of, [](const Block &) {});
     }
 
     // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
@@ -294,48 +148,34 @@ template <class T> class Member {
         const int sets = dV.data && !states ? 2 : 1; // without states the output runs back beside its gradient
         // The others wait for the sums of the next block, not for ∂Y. So a team first does what they wait for.
         const bool later = dV.data && states && team.size > 1;
-        const auto turn_of = [&](Index step, const Packed &at) {
-            const Index kb = p.size_of(at.block);
-            const T *factor = own.factor;
-            if (kept.scales)
-                factor = kept.factor_of(p, at.block);
-            else
-                factors(kb, way);
-            T *const R = own.Z;
-            multiply_by_factor(own.S, factor, R);
-            if (sets == 2) { // the way back gives −Z
-                multiply_by_factor(own.S + p.m * kp, factor, own.Z + p.m * kp);
-                for (Index i = p.m * kp; i < 2 * p.m * kp; ++i) own.Z[i] = -own.Z[i];
-            }
+        const auto turn_of = [&](Index step, const Block &at) {
+            const T *const factor = kept.scales ? kept.factor_of(p, at.number) : own.factor;
+            if (!kept.scales) invert(at.size, own.factor);
+            for (int set = 0; set < sets; ++set)
+                multiply_by_factor(own.S + set * kp * stride, factor, way, own.Zt + set * kp * stride);
             if (kept.scales && step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
                 prefetch<false>(kept.factor_of(p, next), kp, kp, kp);
-                if (states) prefetch<false>(kept.Z_of(p, next), p.m, kp, kp);
+                if (states) prefetch<false>(kept.Z_of(p, next), lanes, kp, kp);
             }
             const BlockGradient gradient(*this, at, kept, dV);
             if (dV.data && !later) gradient.begin();
             return [=, &at](Index q, Index from, Index to) {
                 if (dV.data && !later) gradient.of_panel(q, from, to, now(q));
-                if (sets == 2) {
-                    FASTH_PHASE(update);
-                    T *const o = own.rows[1] + q * p.m * W + from;
-                    product<Result::add, T>(p.m, to - from, {kb, gradient.Z, kp, 1, {Y(at, q) + from, W}}, {o, W}, {o, W});
-                }
-                FASTH_PHASE(update);
-                T *const mine = own.rows[0] + q * p.m * W;
-                T *const after = later && now(q) == mine ? own.others + q * p.m * W : mine;
-                product<Result::subtract, T>(p.m, to - from, {kb, R, kp, 1, {Y(at, q) + from, W}}, {now(q) + from, W},
-                                             {after + from, W});
-                if (from && after != now(q)) copy<T>(p.m, from, {now(q), W}, {after, W});
+                T *const mine = own.rows[0] + q * p.panel_size();
+                T *const after = later && now(q) == mine ? own.others + q * p.panel_size() : mine;
+                update(at, q, from, to, own.Zt, now(q), after);
                 own.before[q] = now(q);
                 own.now[q] = after;
+                T *const output = own.rows[1] + q * p.panel_size();
+                if (sets == 2) update(at, q, from, to, own.Zt + kp * stride, output, output);
             };
         };
-        const auto finish = [&](const Packed &at) {
+        const auto finish = [&](const Block &at) {
             if (!later) return;
             const BlockGradient gradient(*this, at, kept, dV);
             gradient.begin();
-            for_panels(at.block, [&](Index q, Index from, Index to) {
+            for_panels(at.number, [&](Index q, Index from, Index to) {
                 gradient.of_panel(q, from, to, own.before[q]);
                 fetch_when_complete();
             });
@@ -346,49 +186,54 @@ template <class T> class Member {
     }
 
   private:
-    const T *now(Index panel) const { return own.now[panel]; } // (m, W)
-    template <class Action> void for_halves(const Action &action) const {
-        for (Index q = 0; q < columns.panels; ++q)
-            for (Index half = 0; half < columns.to(q) / H; ++half) action(q, half);
+    const T *now(Index panel) const { return own.now[panel]; } // (panel, lane stride)
+    // action(panel, its first column, how many) on every panel.
+    template <class Action> void for_panels(const Action &action) const {
+        for (Index q = 0; q < columns.panels; ++q) action(q, columns.column(q), columns.width(q));
     }
-    T *Y(const Packed &at, Index q) const { return at.Y + q * kp * W; }   // (kp, W)
-    T *Yt(const Packed &at, Index q) const { return at.Yt + q * kp * W; } // (W, kp)
-
     // action(panel, from, to) on every panel that the block reaches.
-    template <class Action> void for_panels(Index block, Index start, const Action &action) const {
-        for (Index q = std::max(start, columns.first_panel(p, block)); q < columns.panels; ++q)
-            if (const Index from = columns.from(p, block, q), to = columns.to(q); from < to) action(q, from, to);
+    template <class Action> void for_panels(Index block, const Action &action) const {
+        for (Index q = columns.first_panel(p, block); q < columns.panels; ++q)
+            action(q, columns.from(p, block, q), columns.width(q));
     }
-    template <class Action> void for_panels(Index block, const Action &action) const { for_panels(block, 0, action); }
+    template <class Entry> static T sum_of(Index count, const Entry &entry) { // several sums at once, then these
+        constexpr Index width = packet_size<T>;
+        T sums[width] = {}, sum = 0;
+        Index i = 0;
+        for (; i + width <= count; i += width)
+            for (Index l = 0; l < width; ++l) sums[l] += entry(i + l);
+        for (; i < count; ++i) sum += entry(i);
+        for (const T s : sums) sum += s;
+        return sum;
+    }
 
     // One block after the other: S = rows · Yᵀ is added up over the team; `turn_of(step, block)` makes of it what the
     // block needs, and gives back what to do to a panel, after which the panel's part of the next S is computed, while it
-    // is at hand. What fills the time until the others' sums are there: `finish(block)` for the block before, packing the
-    // next one, and its G = Y Yᵀ, if wanted.
+    // is at hand. What fills the time until the others' sums are there: `finish(block)` for the block before, and
+    // G = Y Yᵀ of the next one, if wanted.
     template <class Turn, class Finish>
     void sweep(bool way, int sets, bool gram, const T *scales, const Turn &turn_of, const Finish &finish) {
         if (p.blocks() == 0) return;
-        Packed *at = &own.packed[0], *next = &own.packed[1];
+        Block *at = &own.blocks[0], *next = &own.blocks[1];
         T *sums = begin_sums(sets, gram);
-        prepare(*at, p.block_at(0, way), gram, scales, sums + sets * p.m * kp);
-        for_panels(at->block, [&](Index q, Index from, Index to) { add_products(*at, q, from, to, sets, sums); });
+        prepare(*at, p.block_at(0, way), gram, scales, sums + sets * kp * stride);
+        for_panels(at->number, [&](Index q, Index from, Index to) { add_products(*at, q, from, to, sets, sums); });
         for (Index step = 0; step < p.blocks(); ++step) {
             const bool last = step + 1 == p.blocks();
             announce(sets, gram);
             if (step > 0) finish(*next);
             if (!last) {
                 sums = begin_sums(sets, gram);
-                prepare(*next, p.block_at(step + 1, way), gram, scales, sums + sets * p.m * kp);
+                prepare(*next, p.block_at(step + 1, way), gram, scales, sums + sets * kp * stride);
             }
             collect(sets);
-            if (gram && !lengths_are_safe(p.size_of(at->block))) rescale_block(*at, sets);
+            if (gram && !lengths_are_safe(at->size)) rescale_block(*at, sets);
             const auto visit = turn_of(step, *at);
-            const Index start = last ? p.half_panels() : columns.first_panel(p, next->block);
-            for (Index q = std::min(start, columns.first_panel(p, at->block)); q < columns.panels; ++q) {
-                const Index to = columns.to(q);
-                if (const Index from = columns.from(p, at->block, q); from < to) visit(q, from, to);
-                if (last) continue;
-                if (const Index from = columns.from(p, next->block, q); from < to) add_products(*next, q, from, to, sets, sums);
+            const Index first = columns.first_panel(p, at->number), next_first = last ? columns.panels : columns.first_panel(p, next->number);
+            for (Index q = std::min(first, next_first); q < columns.panels; ++q) {
+                if (!last && !gram) prefetch_panel<false>(V, next->number, q + 1);
+                if (q >= first) visit(q, columns.from(p, at->number, q), columns.width(q));
+                if (q >= next_first) add_products(*next, q, columns.from(p, next->number, q), columns.width(q), sets, sums);
             }
             std::swap(at, next);
         }
@@ -398,13 +243,13 @@ template <class T> class Member {
     // This member's place for the sums of the next block, at zero.
     T *begin_sums(int sets, bool gram) {
         T *const mine = shared.sums[turn] + team.rank * shared.sum_size;
-        std::fill(mine, mine + sets * p.m * kp + (gram ? kp * kp : 0), T(0));
+        std::fill(mine, mine + sets * kp * stride + (gram ? kp * kp : 0), T(0));
         return mine;
     }
 
     void announce(int sets, bool gram) {
         awaited_slots = shared.sums[turn];
-        awaited = sets * p.m * kp + (gram ? kp * kp : 0);
+        awaited = sets * kp * stride + (gram ? kp * kp : 0);
         turn = (turn + 1) % 3;
         team.arrive();
         fetched = team.size == 1;
@@ -422,7 +267,7 @@ template <class T> class Member {
     void collect(int sets) {
         FASTH_PHASE(meet);
         team.wait();
-        G = own.S + sets * p.m * kp;
+        G = own.S + sets * kp * stride;
         std::copy(awaited_slots, awaited_slots + awaited, own.S);
         for (int member = 1; member < team.size; ++member) {
             const T *const part = awaited_slots + member * shared.sum_size;
@@ -430,52 +275,81 @@ template <class T> class Member {
         }
     }
 
-    // Packs a block, with the scales given, and adds G = Y Yᵀ if wanted.
-    void prepare(Packed &at, Index block, bool gram, const T *scales, T *sum) {
+    // A block with the scales given, and its G = Y Yᵀ if wanted.
+    void prepare(Block &at, Index block, bool gram, const T *scales, T *sum) {
         const Index kb = p.size_of(block);
-        at.block = block;
+        at.number = block;
+        at.size = kb;
         std::fill(at.scale, at.scale + kb, T(1));
         if (scales) std::copy(scales + block * p.k, scales + block * p.k + kb, at.scale);
-        const bool scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
+        at.scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
         for_panels(block, [&](Index q, Index from, Index to) {
-            prefetch_panel<false>(V, block, q + 1);
-            pack(at, q, from, to);
-            if (scaled) rescale(at, q, from, to);
+            if (gram) prefetch_panel<false>(V, block, q + 1);
+            if (packed(at, q))
+                pack(at, q, from, to);
+            else
+                at.Y[q] = {&V(block * p.k, columns.column(q) + from), V.row_stride, V.column_stride};
             if (gram) add_gram(at, q, from, to, sum);
             fetch_when_complete();
         });
     }
 
-    // S += rows · Yᵀ in one panel, for every set of rows.
-    void add_products(const Packed &at, Index q, Index from, Index to, int sets, T *sum) const {
+    // Sᵀ += Y · rowsᵀ in one panel, for every set of rows.
+    void add_products(const Block &at, Index q, Index from, Index to, int sets, T *sum) const {
         FASTH_PHASE(S);
-        for (int set = 0; set < sets; ++set, sum += p.m * kp) {
-            const T *const rows = set == 0 ? now(q) : own.rows[set] + q * p.m * W;
-            product<Result::add, T>(p.m, kp, {to - from, rows + from, W, 1, {Yt(at, q) + from * kp, kp}}, {sum, kp}, {sum, kp});
+        const Strided<const T> y = at.Y[q];
+        for (int set = 0; set < sets; ++set, sum += kp * stride) {
+            const T *const rows = set == 0 ? now(q) : own.rows[set] + q * p.panel_size();
+            product<Result::add, T>(at.size, lanes,
+                                    {to - from, y.data, y.row_stride, y.column_stride, {rows + from * stride, stride}},
+                                    {sum, stride}, {sum, stride});
         }
     }
 
+    // after = rows − Yᵀ Zᵀ in one panel, on the columns that the block reaches.
+    void update(const Block &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after) const {
+        FASTH_PHASE(update);
+        const Strided<const T> y = at.Y[q];
+        product<Result::subtract, T>(to - from, lanes,
+                                     {at.size, y.data, y.column_stride, y.row_stride, {Zt, stride}},
+                                     {rows + from * stride, stride}, {after + from * stride, stride});
+        if (from && after != rows) std::memcpy(after, rows, sizeof(T) * std::size_t(from * stride));
+    }
+
     // G += Y Yᵀ in one panel, above the diagonal, more or less: what lies left of it in steps of `padding` is left out.
-    void add_gram(const Packed &at, Index q, Index from, Index to, T *sum) const {
+    void add_gram(const Block &at, Index q, Index from, Index to, T *sum) const {
         FASTH_PHASE(gram);
-        const Index kb = p.size_of(at.block);
+        const Index kb = at.size;
+        const Matrix<const T> yt = transposed(at, q, from, to);
         for (Index j = 0; j < kb; j += padding)
             product<Result::add, T>(std::min(padding, kb - j), kp - j,
-                                    {to - from, Y(at, q) + j * W + from, W, 1, {Yt(at, q) + from * kp + j, kp}},
+                                    {to - from, yt.data + j, 1, yt.row_stride, {yt.data + j, yt.row_stride}},
                                     {sum + j * kp + j, kp}, {sum + j * kp + j, kp});
+    }
+    // Yᵀ of the block in one panel from a column on, with kp numbers in a row.
+    Matrix<const T> transposed(const Block &at, Index q, Index from, Index to) const {
+        const Strided<const T> y = at.Y[q];
+        if (by_columns) return {y.data, y.column_stride};
+        if (packed(at, q)) {
+            transpose<T>(kp, p.panel, {y.data - from, y.row_stride}, {own.Yt, kp});
+            return {own.Yt + from * kp, kp};
+        }
+        if (y.column_stride == 1 && (to - from) % p.packet == 0)
+            transpose<T>(kp, to - from, {y.data, y.row_stride}, {own.Yt, kp});
+        else
+            for (Index c = 0; c < to - from; ++c)
+                for (Index j = 0; j < kp; ++j) own.Yt[c * kp + j] = y(j, c);
+        return {own.Yt, kp};
     }
 
     // Asks for the block's entries in a panel ahead of their use.
     template <bool to_write, class U> void prefetch_panel(const Strided<U> &of, Index block, Index q) const {
-        if (q >= columns.panels || (of.column_stride != 1 && of.row_stride != 1)) return;
-        const Index kb = p.size_of(block);
-        for (Index half = 0; half < columns.to(q) / H; ++half) {
-            const Index column = columns.column(q, half), width = std::min(H, p.d - column);
-            if (of.column_stride == 1)
-                prefetch<to_write>(&of(block * p.k, column), kb, of.row_stride, width);
-            else
-                prefetch<to_write>(&of(block * p.k, column), width, of.column_stride, kb);
-        }
+        if (!far || q >= columns.panels || (of.column_stride != 1 && of.row_stride != 1)) return;
+        const Index kb = p.size_of(block), column = columns.column(q);
+        if (of.column_stride == 1)
+            prefetch<to_write>(&of(block * p.k, column), kb, of.row_stride, columns.width(q));
+        else
+            prefetch<to_write>(&of(block * p.k, column), columns.width(q), of.column_stride, kb);
     }
 
     // Within these bounds no product of lengths and their inverses leaves the range of float32. NaN is not within.
@@ -486,13 +360,14 @@ template <class T> class Member {
     }
 
     // The block again, every reflector divided by the power of two below its largest entry; found by the whole team.
-    void rescale_block(Packed &at, int sets) {
-        const Index kb = p.size_of(at.block);
+    void rescale_block(Block &at, int sets) {
+        const Index kb = at.size;
         T *mine = begin_spare();
         std::fill(mine, mine + kb, T(0));
-        for_panels(at.block, [&](Index q, Index from, Index to) {
+        for_panels(at.number, [&](Index q, Index from, Index to) {
+            const Strided<const T> y = at.Y[q];
             for (Index j = 0; j < kb; ++j)
-                for (Index c = from; c < to; ++c) mine[j] = std::max(mine[j], std::abs(Y(at, q)[j * W + c]));
+                for (Index c = 0; c < to - from; ++c) mine[j] = std::max(mine[j], std::abs(y(j, c)));
         });
         team.meet();
         for (Index j = 0; j < kb; ++j) {
@@ -501,11 +376,12 @@ template <class T> class Member {
                 largest = std::max(largest, awaited_slots[member * shared.sum_size + j]);
             at.scale[j] = largest > 0 && std::isfinite(largest) ? std::ldexp(T(1), std::ilogb(largest)) : T(1);
         }
+        at.scaled = true;
         mine = begin_spare();
         std::fill(mine, mine + awaited, T(0));
-        for_panels(at.block, [&](Index q, Index from, Index to) {
-            rescale(at, q, from, to);
-            add_gram(at, q, from, to, mine + sets * p.m * kp);
+        for_panels(at.number, [&](Index q, Index from, Index to) {
+            pack(at, q, from, to);
+            add_gram(at, q, from, to, mine + sets * kp * stride);
             add_products(at, q, from, to, sets, mine);
         });
         team.arrive();
@@ -517,14 +393,8 @@ template <class T> class Member {
         return awaited_slots + team.rank * shared.sum_size;
     }
 
-    void rescale(const Packed &at, Index q, Index from, Index to) const {
-        for (Index j = 0; j < p.size_of(at.block); ++j)
-            for (Index c = from; c < to; ++c) Y(at, q)[j * W + c] /= at.scale[j]; // exact, and right for subnormal numbers
-        transpose<T>(kp, to - from, {Y(at, q) + from, W}, {Yt(at, q) + from * kp, kp});
-    }
-
-    // Where a block meets half a panel: which entries are there. Row j has those in columns start(j) to width; column c
-    // has those in rows 0 to stop(c). Compact storage leaves out the diagonal.
+    // Where a block meets a panel, from the first column on that it reaches: which entries are there. Row j has those in
+    // columns start(j) to width; column c has those in rows 0 to stop(c). Compact storage leaves out the diagonal.
     struct Piece {
         Index row, column, rows, width;
         bool triangular, compact;
@@ -534,55 +404,46 @@ template <class T> class Member {
         Index stop(Index c) const {
             return triangular ? std::clamp<Index>(column + c + 1 - compact - row, 0, rows) : rows;
         }
-        bool whole(Index H) const { return width == H && start(rows - 1) == 0; }
+        bool whole() const { return start(rows - 1) == 0; }
     };
-    Piece piece(Index block, Index q, Index half) const {
-        const Index column = columns.column(q, half);
-        return {block * p.k, column, p.size_of(block), std::min(H, p.d - column), p.triangular(), p.kind == Kind::compact};
+    Piece piece(Index block, Index q) const {
+        const Index from = columns.from(p, block, q);
+        return {block * p.k, columns.column(q) + from, p.size_of(block), columns.width(q) - from, p.triangular(), p.kind == Kind::compact};
     }
 
-    // Y and Yᵀ of the block in one panel, with zeros for whatever is not there.
-    void pack(const Packed &at, Index q, Index from, Index to) const {
+    // V is read as it lies, except where the triangle ends, in a short block, and where reflectors are scaled.
+    bool packed(const Block &at, Index q) const {
+        return at.scaled || at.size != kp || !piece(at.number, q).whole();
+    }
+    // Y of the block in one panel, with zeros for whatever is not there.
+    void pack(const Block &at, Index q, Index from, Index to) const {
         FASTH_PHASE(pack);
-        const bool by_columns = V.row_stride == 1 && V.column_stride != 1;
-        for (Index start = from; start < to; start += H)
-            pack_half(piece(at.block, q, start / H), by_columns, Y(at, q) + start, Yt(at, q) + start * kp);
-        if (by_columns)
-            transpose<T>(to - from, kp, {Yt(at, q) + from * kp, kp}, {Y(at, q) + from, W});
-        else
-            transpose<T>(kp, to - from, {Y(at, q) + from, W}, {Yt(at, q) + from * kp, kp});
-    }
-
-    void pack_half(const Piece &at, bool by_columns, T *y, T *yt) const {
-        if (at.width == H && V.column_stride == 1) { // the usual case: all that is there in memory, then the zeros
-            copy<T>(at.rows, H, {&V(at.row, at.column), V.row_stride}, {y, W});
-            if (!at.whole(H))
-                for (Index j = 0; j < at.rows; ++j) std::fill(y + j * W, y + j * W + at.start(j), T(0));
-        } else if (by_columns) {
-            for (Index c = 0; c < H; ++c) {
-                const Index stop = c < at.width ? at.stop(c) : 0;
-                if (stop) std::memcpy(yt + c * kp, &V(at.row, at.column + c), sizeof(T) * stop);
-                std::fill(yt + c * kp + stop, yt + (c + 1) * kp, T(0));
-            }
-        } else {
-            for (Index j = 0; j < at.rows; ++j) {
-                T *const row = y + j * W;
-                const Index start = at.start(j);
+        const Piece piece = this->piece(at.number, q);
+        T *const place = at.packed + q * kp * p.panel;
+        const Index down = by_columns ? 1 : p.panel, along = by_columns ? kp : 1;
+        T *const y = place + from * along;
+        at.Y[q] = {y, down, along};
+        for (Index c = 0; c < (by_columns ? to - from : 0); ++c) {
+            const Index stop = piece.stop(c);
+            if (stop) std::memcpy(y + c * kp, &V(piece.row, piece.column + c), sizeof(T) * std::size_t(stop));
+            std::fill(y + c * kp + stop, y + (c + 1) * kp, T(0));
+        }
+        for (Index j = 0; j < (by_columns ? 0 : piece.rows); ++j) {
+            T *const row = y + j * p.panel;
+            const Index start = piece.start(j);
+            if (V.column_stride == 1 && piece.width == p.panel) { // all that is in memory is read, and some left out
+                const T *const source = &V(piece.row + j, piece.column);
+                for (Index c = 0; c < p.panel; ++c) row[c] = c < start ? T(0) : source[c];
+            } else {
                 std::fill(row, row + start, T(0));
-                if (V.column_stride == 1)
-                    std::memcpy(row + start, &V(at.row + j, at.column + start), sizeof(T) * (at.width - start));
-                else
-                    for (Index c = start; c < at.width; ++c) row[c] = V(at.row + j, at.column + c);
-                std::fill(row + at.width, row + H, T(0));
+                for (Index c = start; c < piece.width; ++c) row[c] = V(piece.row + j, piece.column + c);
             }
         }
-        if (!by_columns)
-            for (Index j = at.rows; j < kp; ++j) std::fill(y + j * W, y + j * W + H, T(0));
-        if (at.compact)
-            for (Index j = 0; j < at.rows; ++j) {
-                const Index c = at.row + j - at.column;
-                if (c >= 0 && c < at.width) (by_columns ? yt[c * kp + j] : y[j * W + c]) = T(1);
-            }
+        for (Index j = piece.rows; j < (by_columns ? 0 : kp); ++j) std::fill_n(y + j * p.panel, to - from, T(0));
+        for (Index j = 0; piece.compact && j < piece.rows; ++j)
+            if (const Index c = piece.row + j - piece.column; c >= 0 && c < piece.width) y[j * down + c * along] = T(1);
+        for (Index j = 0; at.scaled && j < piece.rows; ++j) // exact, and right for subnormal numbers
+            for (Index c = 0; c < piece.width; ++c) y[j * down + c * along] /= at.scale[j];
     }
 
     // T = B⁻¹: (kp, kp) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first; rows that are only
@@ -602,126 +463,127 @@ template <class T> class Member {
             if (rest == 0) continue;
             product<Result::set, T>(padding, rest, {rest, G + j * kp + right, kp, 1, {out + right * kp + right, kp}},
                                     {nullptr, 0}, {own.N, rest});
-            product<Result::negative, T>(padding, rest, {padding, rows + j, kp, 1, {own.N, rest}}, {nullptr, 0},
+            product<Result::negative, T>(padding, rest, {padding, rows + j, kp, 1, {own.N, rest}, Shape::upper_left}, {nullptr, 0},
                                          {rows + right, kp});
         }
     }
 
-    // own.factor = T if `upper`, else Tᵀ; own.other the other one.
-    void factors(Index kb, bool upper) const {
-        T *const inverse = upper ? own.factor : own.other;
-        invert(kb, inverse);
-        transpose<T>(kp, kp, {inverse, kp}, {upper ? own.other : own.factor, kp});
-    }
-
-    // Z = S T or S Tᵀ: (m, kp).
-    void multiply_by_factor(const T *S, const T *F, T *Z) const {
+    // Zᵀ = (S F)ᵀ: (kp, lanes), with F = T if `upper`, else Tᵀ.
+    void multiply_by_factor(const T *St, const T *factor, bool upper, T *Zt) const {
         FASTH_PHASE(factor);
-        product<Result::set, T>(p.m, kp, {kp, S, kp, 1, {F, kp}}, {nullptr, 0}, {Z, kp});
+        const Matrix<const T> right{St, stride};
+        const Term<T> term = upper ? Term<T>{kp, factor, 1, kp, right, Shape::lower_left} : Term<T>{kp, factor, kp, 1, right, Shape::upper_left};
+        product<Result::set, T>(kp, lanes, term, {nullptr, 0}, {Zt, stride});
     }
 
-    // −N = stril(M − Mᵀ) with M = RᵀZ for x Qᵀ, striu for x Q.
+    // −Nᵀ = striu(M − Mᵀ) with M = ZᵀR for x Qᵀ, stril for x Q.
     void antisymmetric_half(const T *Z, const T *R) const {
         FASTH_PHASE(antisymmetric);
-        T *const N = own.N, *const Mt = own.other; // which the way back does not need
-        product<Result::set, T>(kp, kp, {p.m, R, 1, kp, {Z, kp}}, {nullptr, 0}, {N, kp});
+        T *const N = own.N, *const Mt = own.N + kp * kp;
+        product<Result::set, T>(kp, kp, {p.m, Z, 1, kp, {R, kp}}, {nullptr, 0}, {N, kp});
         transpose<T>(kp, kp, {N, kp}, {Mt, kp});
         for (Index i = 0; i < kp * kp; ++i) N[i] -= Mt[i];
-        // A product reads no more of the other half than what lies within a tile's rows of the diagonal.
-        static_assert(tile_rows(1) <= padding, "");
-        const Index beside = p.transpose ? -padding : padding;
-        for (Index i = 0; i < kp; ++i) {
+        for (Index i = 0; i < kp; ++i) { // a product reads no more of the other half than the squares on the diagonal
             const Index square = i / padding * padding, diagonal = i - square;
             T *const row = N + i * kp + square;
-            for (Index j = 0; j < padding; ++j) row[j] = (p.transpose ? j > diagonal : j < diagonal) ? row[j] : T(0);
-            if (square + beside >= 0 && square + beside < kp) std::fill_n(row + beside, padding, T(0));
+            for (Index j = 0; j < padding; ++j) row[j] = (p.transpose ? j < diagonal : j > diagonal) ? row[j] : T(0);
         }
     }
 
-    // The gradient of a block's reflectors, once R, in own.Z, is known.
+    // The gradient of a block's reflectors, once Rᵀ, in own.Zt, is known.
     struct BlockGradient {
         const Member &member;
-        const Packed &at;
+        const Block &at;
         const Strided<T> dV;
-        const T *Z, *R;
+        const T *Z;
         const T *state = nullptr; // the rows after the block, unless they are the output, in the second set of rows
 
-        BlockGradient(const Member &member, const Packed &at, const Kept<T> &kept, Strided<T> dV)
-            : member(member), at(at), dV(dV), R(member.own.Z) {
+        BlockGradient(const Member &member, const Block &at, const Kept<T> &kept, Strided<T> dV)
+            : member(member), at(at), dV(dV), Z(kept.Z ? kept.Z_of(member.p, at.number) : member.own.Z) {
             const Problem &p = member.p;
-            Z = kept.Z ? kept.Z_of(p, at.block) : R + p.m * member.kp;
-            if (kept.Z && at.block != p.block_at(0, !p.transpose)) state = kept.state_of(p, member.columns, at.block);
+            if (kept.Z && at.number != p.block_at(0, !p.transpose)) state = kept.state_of(p, member.columns, at.number);
         }
         void begin() const {
             const Problem &p = member.p;
-            member.antisymmetric_half(Z, R);
-            if (p.fills())
-                member.clear(dV, at.block * p.k, at.block * p.k + p.size_of(at.block), p.first_half(at.block) * p.H);
+            const Index kp = member.kp, lanes = member.lanes, stride = member.stride, start = at.number * p.k;
+            transpose<T>(kp, lanes, {member.own.Zt, stride}, {member.own.R, kp});
+            if (Z == member.own.Z) { // the way back gives −Z
+                transpose<T>(kp, lanes, {member.own.Zt + kp * stride, stride}, {member.own.Z, kp});
+                for (Index i = 0; i < lanes * kp; ++i) member.own.Z[i] = -member.own.Z[i];
+            }
+            member.antisymmetric_half(Z, member.own.R);
+            if (p.fills()) member.clear(dV, start, start + at.size, p.first_column(at.number));
         }
         void of_panel(Index q, Index from, Index to, const T *g) const {
-            const Index size = member.p.m * member.W, first = member.columns.first_panel(member.p, at.block);
+            const Index size = member.p.panel_size(), first = member.columns.first_panel(member.p, at.number);
             const T *const after = state ? state + (q - first) * size : member.own.rows[1] + q * size;
-            if (state && q + 1 < member.columns.panels) prefetch<false>(after + size, member.p.m, member.W, member.W);
-            if (!member.streams(dV)) member.template prefetch_panel<true>(dV, at.block, q + 1);
-            member.gradient_of_panel(at, q, from, to, Z, R, g, after, dV);
+            if (member.far && state && q + 1 < member.columns.panels) prefetch<false>(after + size, 1, 0, size);
+            if (!member.streams(dV)) member.template prefetch_panel<true>(dV, at.number, q + 1);
+            member.gradient_of_panel(at, q, from, to, Z, g, after, dV);
         }
     };
 
-    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.
-    void gradient_of_panel(const Packed &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after,
+    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV; computed as its transpose.
+    void gradient_of_panel(const Block &at, Index q, Index from, Index to, const T *Z, const T *g, const T *after,
                            Strided<T> dV) const {
         FASTH_PHASE(gradient);
-        const Index kb = p.size_of(at.block);
-        const Term<T> terms[3] = {{kb, own.N, kp, 1, {Y(at, q) + from, W}, p.transpose ? Left::strictly_upper : Left::strictly_lower},
-                                  {p.m, Z, 1, kp, {g + from, W}},
-                                  {p.m, R, 1, kp, {after + from, W}}};
-        bool in_place = dV.column_stride == 1 && std::all_of(at.scale, at.scale + kb, [](T s) { return s == T(1); });
-        for (Index start = from; start < to; start += H) in_place &= piece(at.block, q, start / H).whole(H);
-        if (in_place) { // the usual case
-            const Index gap = from == 0 ? columns.column(q, 1) - columns.column(q, 0) - H : 0;
-            const Matrix<T> place{&dV(at.block * p.k, columns.column(q, from / H)), dV.row_stride, gap};
-            if (p.adds) return product<Result::subtract, T>(kb, to - from, terms, {place.data, place.row_stride, gap}, place);
-            return streams(dV) ? product<Result::negative_streamed, T>(kb, to - from, terms, {nullptr, 0}, place)
-                               : product<Result::negative, T>(kb, to - from, terms, {nullptr, 0}, place);
+        const Index kb = at.size;
+        const Strided<const T> y = at.Y[q];
+        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
+                                   p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
+                                  {p.m, g + from * stride, stride, 1, {Z, kp}},
+                                  {p.m, after + from * stride, stride, 1, {own.R, kp}}};
+        const Piece piece = this->piece(at.number, q);
+        if (dV.row_stride == 1 && dV.column_stride != 1 && !packed(at, q)) {
+            const Matrix<T> place{&dV(piece.row, piece.column), dV.column_stride};
+            if (p.adds) return product<Result::subtract, T>(to - from, kp, terms, {place.data, place.row_stride}, place);
+            return streams(dV) ? product<Result::negative_streamed, T>(to - from, kp, terms, {nullptr, 0}, place)
+                               : product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, place);
         }
-        T *const dY = own.dY;
-        product<Result::negative, T>(kb, to - from, terms, {nullptr, 0}, {dY + from, W});
-        for (Index j = 0; j < kb; ++j)
-            if (at.scale[j] != T(1))
-                for (Index c = from; c < to; ++c) dY[j * W + c] /= at.scale[j];
-        for (Index start = from; start < to; start += H)
-            store_gradient(piece(at.block, q, start / H), dY + start, Yt(at, q) + start * kp, dV);
+        product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, {own.dY, kp});
+        for (Index c = 0; at.scaled && c < to - from; ++c)
+            for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
+        if (dV.column_stride == 1)
+            store_in_rows(piece, !packed(at, q) && piece.width % p.packet == 0, dV);
+        else
+            store_in_columns(piece, dV);
     }
 
-    // Half a panel of ∂Y into its place; `spare` is (H, kp).
-    void store_gradient(const Piece &at, T *dY, T *spare, Strided<T> dV) const {
-        if (p.triangular() && !p.shares)
-            for (Index j = 0; j < at.rows; ++j) std::fill(dY + j * W, dY + j * W + at.start(j), T(0));
-        if (p.adds)
-            for (Index j = 0; j < at.rows; ++j)
-                for (Index c = at.start(j); c < at.width; ++c) dY[j * W + c] += dV(at.row + j, at.column + c);
-        if (dV.row_stride == 1 && dV.column_stride != 1) {
-            for (Index j = at.rows; j < kp; ++j) std::fill(dY + j * W, dY + j * W + H, T(0));
-            transpose<T>(kp, H, {dY, W}, {spare, kp});
-            const bool streamed = streams(dV) && at.whole(H) && at.rows % packet_size<T> == 0;
-            for (Index c = 0; c < at.width; ++c) {
-                const Index count = p.shares ? at.stop(c) : at.rows;
-                if (streamed)
-                    for (Index j = 0; j < count; j += packet_size<T>)
-                        stream(&dV(at.row + j, at.column + c), Eigen::internal::ploadu<Packet<T>>(spare + c * kp + j));
-                else if (count)
-                    std::memcpy(&dV(at.row, at.column + c), spare + c * kp, sizeof(T) * count);
+    // own.dY into its place, where that is stored by rows.
+    void store_in_rows(const Piece &at, bool whole_packets, Strided<T> dV) const {
+        if (whole_packets && !p.adds) { // the usual case
+            const bool streamed = streams(dV) && at.column % p.packet == 0;
+            for (Index j = 0; j < at.rows; j += p.packet)
+                for (Index c = 0; c < at.width; c += p.packet) {
+                    Square<T> square;
+                    load_transposed(own.dY + c * kp + j, kp, square);
+                    T *const place = &dV(at.row + j, at.column + c);
+#pragma GCC unroll 16
+                    for (Index l = 0; l < packet_size<T>; ++l)
+                        streamed ? stream(place + l * dV.row_stride, square.packet[l])
+                                 : Eigen::internal::pstoreu(place + l * dV.row_stride, square.packet[l]);
+                }
+            return;
+        }
+        transpose<T>(p.panel, kp, {own.dY, kp}, {own.turned, p.panel});
+        for (Index j = 0; j < at.rows; ++j) {
+            const T *const row = own.turned + j * p.panel;
+            const Index start = at.start(j);
+            if (p.fills()) std::fill_n(&dV(at.row + j, at.column), start, T(0));
+            if (p.adds)
+                for (Index c = start; c < at.width; ++c) dV(at.row + j, at.column + c) += row[c];
+            else if (start < at.width)
+                std::memcpy(&dV(at.row + j, at.column + start), row + start, sizeof(T) * std::size_t(at.width - start));
+        }
+    }
+    void store_in_columns(const Piece &at, Strided<T> dV) const {
+        for (Index c = 0; c < at.width; ++c) {
+            const Index stop = at.stop(c);
+            for (Index j = 0; j < stop; ++j) {
+                T &place = dV(at.row + j, at.column + c);
+                place = own.dY[c * kp + j] + (p.adds ? place : T(0));
             }
-        } else if (dV.column_stride == 1 && at.width == H && !p.shares) {
-            copy<T>(at.rows, H, {dY, W}, {&dV(at.row, at.column), dV.row_stride});
-        } else {
-            for (Index j = 0; j < at.rows; ++j) {
-                const Index c = p.shares ? at.start(j) : 0;
-                if (dV.column_stride == 1)
-                    std::memcpy(&dV(at.row + j, at.column + c), dY + j * W + c, sizeof(T) * (at.width - c));
-                else
-                    for (Index i = c; i < at.width; ++i) dV(at.row + j, at.column + i) = dY[j * W + i];
-            }
+            for (Index j = stop; j < (p.fills() ? at.rows : 0); ++j) dV(at.row + j, at.column + c) = T(0);
         }
     }
 
@@ -729,9 +591,9 @@ template <class T> class Member {
     // whole packets of a panel, or of a block where it is stored by columns, can be written past them.
     bool streams(const Strided<T> &dV) const {
         constexpr Index line = 64, size = sizeof(T);
-        const bool by_rows = dV.column_stride == 1 && p.d % H == 0 && dV.row_stride * size % line == 0;
+        const bool by_rows = dV.column_stride == 1 && dV.row_stride * size % line == 0;
         const bool by_columns = dV.row_stride == 1 && p.k * size % line == 0 && dV.column_stride * size % line == 0;
-        return p.r * p.d * size >= (Index(1) << 20) && (by_rows || by_columns) &&
+        return far && (by_rows || by_columns) &&
                reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 
@@ -754,14 +616,14 @@ template <class T> class Member {
                 for (Index c = 0; c < end; ++c) dV(i, c) = T(0);
     }
 
-    void keep(const Packed &at, const Kept<T> &kept) const {
+    void keep(const Block &at, const Kept<T> &kept) const {
         FASTH_PHASE(keep);
-        const Index kb = p.size_of(at.block);
+        const Index kb = at.size;
         if (team.rank == team.size - 1) {
-            std::copy(at.scale, at.scale + kb, kept.scales + at.block * p.k);
-            std::copy(own.other, own.other + kp * kp, kept.factor_of(p, at.block)); // the way back needs the other one
+            std::copy(at.scale, at.scale + kb, kept.scales + at.number * p.k);
+            std::copy(own.factor, own.factor + kp * kp, kept.factor_of(p, at.number));
         }
-        if (kept.Z && team.rank == 0) std::copy(own.Z, own.Z + p.m * kp, kept.Z_of(p, at.block));
+        if (kept.Z && team.rank == 0) transpose<T>(kp, lanes, {own.Zt, stride}, {kept.Z_of(p, at.number), kp});
     }
 };
 

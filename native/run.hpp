@@ -33,7 +33,7 @@ inline Plan plan_for(Index batch, Index operations, Index panels, int threads) {
     return {1, int(std::min<Index>(threads, panels))};
 }
 inline Plan plan_for(const Problem &p, Index batch, int threads) {
-    return plan_for(batch, batch * p.m * p.reflectors() * p.d, (p.half_panels() + 1) / 2, threads);
+    return plan_for(batch, batch * p.m * p.reflectors() * p.d, p.panels(), threads);
 }
 
 // What a team needs for one problem.
@@ -101,11 +101,15 @@ template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int 
     for (int rank = 0; p.blocks() && rank < kept; ++rank) {
         const Columns own(p, kept, rank);
         const Kept<T> part(p, memory, kept, rank, true);
-        const Index used = own.panels ? own.to(own.panels - 1) : own.W;
-        for (Index step = 0; used < own.W && step + 1 < p.blocks(); ++step) {
-            const Index block = p.block_at(step, p.transpose), panels = own.panels - own.first_panel(p, block);
-            T *const last = part.state_of(p, own, block) + (panels - 1) * p.m * own.W;
-            for (Index i = 0; panels > 0 && i < p.m; ++i) std::fill(last + i * own.W + used, last + (i + 1) * own.W, T(0));
+        const Index lanes = p.lanes(), stride = p.lane_stride();
+        for (Index step = 0; step + 1 < p.blocks(); ++step) {
+            const Index block = p.block_at(step, p.transpose), first = own.first_panel(p, block);
+            T *panel = part.state_of(p, own, block);
+            for (Index q = first; q < own.panels; ++q, panel += p.panel_size()) {
+                const Index width = own.width(q);
+                for (Index c = 0; c < (lanes < stride ? width : 0); ++c) std::fill(panel + c * stride + lanes, panel + (c + 1) * stride, T(0));
+                std::fill(panel + width * stride, panel + p.panel_size(), T(0));
+            }
         }
     }
     std::fill(memory + kept_size<T>(p, kept), memory + size, T(0));
@@ -178,9 +182,9 @@ template <class T> struct Weight {
            const Diagonal<T> &diagonal, int threads)
         : V(V), U(U), V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
           plan(plan_for(1, V.m * (V.reflectors() * V.d + U.reflectors() * U.d),
-                        (std::min(V.half_panels(), U.half_panels()) + 1) / 2, threads)) {}
+                        std::min(V.panels(), U.panels()), threads)) {}
 
-    // Kept, in this order: the rows after the first product, those after the second, what each keeps besides.
+    // Kept, in this order: the rows after the first product, those after the second, both by columns, what each keeps besides.
     Index U_output() const { return round_up(V.m * V.d, 16); }
     Index V_kept() const { return U_output() + round_up(U.m * U.d, 16); }
     Index U_kept(int kept) const { return V_kept() + kept_size<T>(V, kept); }
@@ -197,10 +201,11 @@ template <class T> struct Weight {
             u.load_scaled(v, diagonal);
             u.forward(U_part(memory, team, kept));
             if (memory) {
-                v.store({memory, V.d, 1});
-                u.store({memory + U_output(), U.d, 1});
+                v.store({memory, 1, V.m});
+                u.store({memory + U_output(), 1, U.m});
             }
-            u.store(out, bias);
+            if (bias) u.add(bias);
+            u.store(out);
         });
         return members == planned ? planned : std::min(planned, factors_kept);
     }
@@ -216,9 +221,9 @@ template <class T> struct Weight {
             Member<T> v = benches.V.member(V, team, V_reflectors), u = benches.U.member(U, team, U_reflectors);
             u.load(g);
             if (to.bias) u.sum_columns(to.bias);
-            if (to.U.data) u.load({memory + U_output(), U.d, 1}, 1);
+            if (to.U.data) u.load({memory + U_output(), 1, U.m}, 1);
             u.backward(U_part(memory, team, kept), to.U);
-            v.load({memory, V.d, 1}, 1);
+            v.load({memory, 1, V.m}, 1);
             v.gradient_of_factors(u, diagonal, to.sigma);
             if (!to.x.data && !to.V.data) return;
             v.load_scaled(u, diagonal);

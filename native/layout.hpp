@@ -1,0 +1,157 @@
+// One problem's sizes, who has which columns of it, and the memory for it.
+#pragma once
+
+#include "team.hpp"
+
+namespace fasth {
+
+enum class Kind { full, triangular, compact }; // compact: triangular with a diagonal of ones that is not stored
+
+template <class T> struct Strided { // (rows, columns) anywhere in memory
+    T *data;
+    Index row_stride, column_stride;
+    T &operator()(Index i, Index j) const { return data[i * row_stride + j * column_stride]; }
+};
+
+// How many columns are worked on together, and by one member of a team, where reflectors are at most so long: few, so that
+// a triangle is shared out evenly, or many, so that calls are worth their while.
+constexpr Index panel_for(Index d) { return d < 768 ? 32 : 64; }
+
+struct Problem {
+    Index m, r, d; // rows of x, reflectors, their length
+    Kind kind;
+    bool transpose;
+    Index k;      // reflections in a block
+    Index packet; // numbers in a register
+    Index panel;  // columns in a panel
+    bool shares = false; // with compact reflectors: whether another product has its own in the rest of the matrix
+    bool adds = false;   // whether the gradient of V is added to what is there
+
+    bool triangular() const { return kind != Kind::full; }
+    Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
+    bool fills() const { return triangular() && !shares && !adds; } // zeros in the gradient where V has none of its own
+    Index blocks() const { return (reflectors() + k - 1) / k; }
+    Index size_of(Index block) const { return std::min(k, reflectors() - block * k); }
+    Index padded_k() const { return round_up(k, padding); }
+    Index panels() const { return (d + panel - 1) / panel; }
+    // Rows of x stand side by side in registers. Lanes that are only there to fill the last one are zero.
+    Index lanes() const { return round_up(m, packet); }
+    // How far apart columns of x are. Multiples of a kilobyte would crowd a few lines of the first-level cache.
+    Index lane_stride() const { return m && lanes() % 256 == 0 ? lanes() + packet : lanes(); }
+    Index panel_size() const { return panel * lane_stride(); }
+    // The column where the block's reflectors start.
+    Index first_column(Index block) const { return triangular() ? block * k : 0; }
+    // Which block acts as number `step`: x Qᵀ takes the last block first, x Q the first.
+    Index block_at(Index step, bool transposed) const { return transposed ? step : blocks() - 1 - step; }
+};
+
+// The columns of one member of a team. Panels are dealt out to and fro (0 1 1 0 0 1 1 0 for two members), so that a
+// triangular problem is shared out to a panel, and who has one more changes from block to block.
+struct Columns {
+    Index d, panel;
+    int size, rank;
+    Index panels;
+
+    Columns(const Problem &p, int size, int rank) : d(p.d), panel(p.panel), size(size), rank(rank), panels(before(p.panels())) {}
+
+    // Where a member's panel starts in V, and how many columns it has.
+    Index column(Index q) const { return (q / 2 * 2 * size + (q % 2 ? 2 * size - 1 - rank : rank)) * panel; }
+    Index width(Index q) const { return std::min(panel, d - column(q)); }
+    // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not.
+    Index first_panel(const Problem &p, Index block) const { return before(p.first_column(block) / panel); }
+    Index from(const Problem &p, Index block, Index q) const {
+        return std::clamp<Index>(p.first_column(block) - column(q), 0, width(q));
+    }
+
+  private:
+    Index before(Index count) const { // how many of the first so many panels are this member's
+        const Index deals = count / (2 * size), rest = count % (2 * size);
+        return 2 * deals + (rest > rank) + (rest > 2 * size - 1 - rank);
+    }
+};
+
+// What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
+// the rows after every block but the one that acts last, whose rows are the output. Rows are kept as the members of the
+// team had them, so only a team of the same size can use them.
+template <class T> struct Kept {
+    T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
+
+    static Index size(const Problem &p, int members, bool with_states) {
+        Index count = round_up(p.reflectors(), padding) + p.blocks() * p.padded_k() * p.padded_k();
+        if (with_states && p.blocks()) {
+            count += p.blocks() * p.lanes() * p.padded_k();
+            for (int rank = 0; rank < members; ++rank) count += states_before(p, Columns(p, members, rank), p.blocks());
+        }
+        return count;
+    }
+    Kept() = default;
+    Kept(const Problem &p, T *memory, int members, int rank, bool with_states) {
+        if (!memory) return;
+        scales = memory;
+        factors = scales + round_up(p.reflectors(), padding);
+        if (!with_states) return;
+        Z = memory + size(p, members, false);
+        states = Z + p.blocks() * p.lanes() * p.padded_k();
+        for (int other = 0; other < rank; ++other) states += states_before(p, Columns(p, members, other), p.blocks());
+    }
+    T *factor_of(const Problem &p, Index block) const { return factors + block * p.padded_k() * p.padded_k(); }
+    T *Z_of(const Problem &p, Index block) const { return Z + block * p.lanes() * p.padded_k(); }
+    T *state_of(const Problem &p, const Columns &own, Index block) const { return states + states_before(p, own, block); }
+
+  private:
+    static Index states_before(const Problem &p, const Columns &own, Index block) {
+        Index panels = 0;
+        for (Index b = 0; b < block; ++b)
+            if (b != p.block_at(p.blocks() - 1, p.transpose)) panels += own.panels - own.first_panel(p, b);
+        return panels * p.panel_size();
+    }
+};
+
+// The memory of a team. `sets` of m rows run through the blocks: x; or a gradient; or a gradient and the output.
+template <class T> struct Workspace {
+    // Where the members put their sums for each other: (members, sets, kp, lane stride), then (kp, kp). Three in turn,
+    // since a member prepares the next block while another may still read what it had for the last; and two for finding
+    // scales.
+    T *sums[3] = {}, *spare[2] = {};
+    Index sum_size;
+
+    struct Block {
+        Index number, size; // of reflectors
+        bool scaled;
+        T *packed, *scale;   // what is not taken from V as it lies: (panels, kp, panel), or by columns, as V has it
+        Strided<const T> *Y; // of each panel, from the first column on that the block reaches
+    };
+    struct Own { // a member's
+        Block blocks[2];  // the block at work and the next
+        T *rows[2];       // each (panels, panel, lane stride)
+        T *others;        // the same, for a gradient before and after a block
+        T *S, *factor, *Zt, *Z, *R, *N, *Yt, *dY, *turned;
+        const T **now, **before; // where the rows of each panel are at present, and were before the block at work
+    };
+
+    Workspace(const Problem &p, int members, int sets, Arena &arena)
+        : sum_size((sets * p.lane_stride() + p.padded_k()) * p.padded_k()) {
+        for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
+        for (T *&slots : spare) slots = arena.take<T>(members * sum_size);
+    }
+    static Own own(const Problem &p, int members, int sets, Arena &arena) {
+        const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most
+        Own own;
+        for (auto &block : own.blocks)
+            block = {0, 0, false, arena.take<T>(panels * kp * p.panel), arena.take<T>(kp), arena.take<Strided<const T>>(panels)};
+        for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.panel_size()) : nullptr;
+        own.others = sets == 2 ? arena.take<T>(panels * p.panel_size()) : nullptr;
+        own.S = arena.take<T>(sets * kp * p.lane_stride() + kp * kp);
+        own.factor = arena.take<T>(kp * kp);
+        own.Zt = arena.take<T>(sets * kp * p.lane_stride());
+        own.Z = arena.take<T>(p.lanes() * kp);
+        own.R = arena.take<T>(p.lanes() * kp);
+        own.N = arena.take<T>(2 * kp * kp);
+        for (T **scratch : {&own.Yt, &own.dY, &own.turned}) *scratch = arena.take<T>(kp * p.panel);
+        own.now = arena.take<const T *>(panels);
+        own.before = arena.take<const T *>(panels);
+        return own;
+    }
+};
+
+} // namespace fasth
