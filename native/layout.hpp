@@ -70,41 +70,64 @@ struct Columns {
     }
 };
 
+// The rows after every block but the one that acts last, whose rows are the output: member by member, as a team has them.
+template <class T> struct States {
+    T *data;
+    Index *offsets; // of a member's first panel, block by block
+    Index panel_size;
+
+    static Index size(const Problem &p, int members) {
+        Index panels = 0;
+        for (int rank = 0; rank < members; ++rank) panels += panels_of(p, Columns(p, members, rank));
+        return panels * p.panel_size();
+    }
+    // Those of one member. There is room for an offset for each block.
+    States(const Problem &p, T *data, int members, int rank, Index *offsets) : data(data), offsets(offsets), panel_size(p.panel_size()) {
+        if (!data) return;
+        Index start = 0;
+        for (int other = 0; other < rank; ++other) start += panels_of(p, Columns(p, members, other));
+        const Columns own(p, members, rank);
+        for (Index block = 0; block < p.blocks(); ++block) {
+            offsets[block] = (start - own.first_panel(p, block)) * panel_size;
+            start += panels_of(p, own, block);
+        }
+    }
+    T *of(Index block, Index q) const { return data + offsets[block] + q * panel_size; }
+
+  private:
+    static Index panels_of(const Problem &p, const Columns &own, Index block) {
+        return block == p.block_at(p.blocks() - 1, p.transpose) ? 0 : own.panels - own.first_panel(p, block);
+    }
+    static Index panels_of(const Problem &p, const Columns &own) {
+        Index panels = 0;
+        for (Index block = 0; block < p.blocks(); ++block) panels += panels_of(p, own, block);
+        return panels;
+    }
+};
+
 // What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the rows after every block but the one that acts last, whose rows are the output. Rows are kept as the members of the
-// team had them, so only a team of the same size can use them.
+// the states. Only a team of the same size can use these.
 template <class T> struct Kept {
     T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
+    Index kp = 0, lanes = 0;
+    int members = 0;
 
     static Index size(const Problem &p, int members, bool with_states) {
         Index count = round_up(p.reflectors(), padding) + p.blocks() * p.padded_k() * p.padded_k();
-        if (with_states && p.blocks()) {
-            count += p.blocks() * p.lanes() * p.padded_k();
-            for (int rank = 0; rank < members; ++rank) count += states_before(p, Columns(p, members, rank), p.blocks());
-        }
+        if (with_states && p.blocks()) count += p.blocks() * p.lanes() * p.padded_k() + States<T>::size(p, members);
         return count;
     }
     Kept() = default;
-    Kept(const Problem &p, T *memory, int members, int rank, bool with_states) {
+    Kept(const Problem &p, T *memory, int members, bool with_states) : kp(p.padded_k()), lanes(p.lanes()), members(members) {
         if (!memory) return;
         scales = memory;
         factors = scales + round_up(p.reflectors(), padding);
         if (!with_states) return;
         Z = memory + size(p, members, false);
-        states = Z + p.blocks() * p.lanes() * p.padded_k();
-        for (int other = 0; other < rank; ++other) states += states_before(p, Columns(p, members, other), p.blocks());
+        states = Z + p.blocks() * lanes * kp;
     }
-    T *factor_of(const Problem &p, Index block) const { return factors + block * p.padded_k() * p.padded_k(); }
-    T *Z_of(const Problem &p, Index block) const { return Z + block * p.lanes() * p.padded_k(); }
-    T *state_of(const Problem &p, const Columns &own, Index block) const { return states + states_before(p, own, block); }
-
-  private:
-    static Index states_before(const Problem &p, const Columns &own, Index block) {
-        Index panels = 0;
-        for (Index b = 0; b < block; ++b)
-            if (b != p.block_at(p.blocks() - 1, p.transpose)) panels += own.panels - own.first_panel(p, b);
-        return panels * p.panel_size();
-    }
+    T *factor_of(Index block) const { return factors + block * kp * kp; }
+    T *Z_of(Index block) const { return Z + block * lanes * kp; }
 };
 
 // The memory of a team. `sets` of m rows run through the blocks: x; or a gradient; or a gradient and the output.
@@ -127,6 +150,7 @@ template <class T> struct Workspace {
         T *others;        // the same, for a gradient before and after a block
         T *S, *factor, *Zt, *Z, *R, *N, *Yt, *dY, *turned;
         const T **now, **before; // where the rows of each panel are at present, and were before the block at work
+        Index *offsets;          // of the states
     };
 
     Workspace(const Problem &p, int members, int sets, Arena &arena)
@@ -150,6 +174,7 @@ template <class T> struct Workspace {
         for (T **scratch : {&own.Yt, &own.dY, &own.turned}) *scratch = arena.take<T>(kp * p.panel);
         own.now = arena.take<const T *>(panels);
         own.before = arena.take<const T *>(panels);
+        own.offsets = arena.take<Index>(p.blocks());
         return own;
     }
 };

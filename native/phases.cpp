@@ -5,11 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <vector>
 #include <x86intrin.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace fasth_phases {
 enum Name { rows, pack, S, gram, meet, invert, factor, keep, update, antisymmetric, gradient, clear, count };
@@ -36,7 +32,7 @@ struct Phase {
 #define FASTH_UNIQUE(line) FASTH_JOIN(phase_at_, line)
 #define FASTH_PHASE(name) fasth_phases::Phase FASTH_UNIQUE(__LINE__)(fasth_phases::name)
 
-#include "reflections.hpp"
+#include "run.hpp"
 
 using namespace fasth;
 
@@ -59,39 +55,17 @@ int main(int argc, char **argv) {
         return v;
     };
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
-    const int members = int(std::min<Index>(threads, p.panels()));
-    auto memory = draw(Kept<float>::size(p, members, true));
-    Arena arena;
-    const auto lay_out = [&] {
-        std::vector<Workspace<float>::Own> own;
-        const Workspace<float> shared(p, members, 2, arena);
-        for (int i = 0; i < members; ++i) own.push_back(Workspace<float>::own(p, members, 2, arena));
-        return std::pair(shared, own);
+    const Reflection<float> work(p, 1, threads);
+    const int members = work.plan.members;
+    auto memory = draw(work.size(members));
+    const auto pass = [&](bool back) {
+        const Batch<const float> all_V{V, 0, d, 1};
+        if (back)
+            work.backward({g, 0, d, 1}, out, all_V, memory, members, dx, {dV, 0, d, 1});
+        else
+            work.forward({x, 0, d, 1}, all_V, out, memory, members);
     };
-    lay_out();
-    arena.provide();
-    const auto [shared, own] = lay_out();
-    const auto pass = [&, &shared = shared, &own = own](bool back) {
-        Team::Meeting meeting;
-#pragma omp parallel num_threads(members)
-        {
-            int rank = 0;
-#ifdef _OPENMP
-            rank = omp_get_thread_num();
-#endif
-            fasth_phases::watched = rank == 0;
-            Team team(members, rank, meeting);
-            Member<float> member(p, team, {V, d, 1}, shared, own[std::size_t(rank)]);
-            const Kept<float> kept(p, memory, members, rank, true);
-            member.load({back ? g : x, d, 1});
-            if (back) {
-                member.load({out, d, 1}, 1);
-                member.backward(kept, {dV, d, 1});
-            } else
-                member.forward(kept);
-            member.store({back ? dx : out, d, 1});
-        }
-    };
+    fasth_phases::watched = true; // this thread, which is the first member
     const int repetitions = int(std::max<Index>(5, 400 * 512 * 512 / (d * d)));
     pass(false), pass(true);
     for (const bool back : {false, true}) {

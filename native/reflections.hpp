@@ -125,15 +125,15 @@ template <class T> class Member {
 
     // The rows times Qᵀ, or Q if p.transpose.
     void forward(const Kept<T> &kept) {
+        const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const auto turn_of = [&](Index step, const Block &at) {
             invert(at.size, own.factor);
             multiply_by_factor(own.S, own.factor, p.transpose, own.Zt);
             if (kept.scales) keep(at, kept);
-            T *const state = kept.Z && step + 1 < p.blocks() ? kept.state_of(p, columns, at.number) : nullptr;
-            const Index first = columns.first_panel(p, at.number);
+            const bool keeps = kept.Z && step + 1 < p.blocks();
             return [=, &at](Index q, Index from, Index to) {
-                T *const after = state ? state + (q - first) * p.panel_size() : own.rows[0] + q * p.panel_size();
-                if (far && state && q + 1 < columns.panels) prefetch<true>(after + p.panel_size(), 1, 0, p.panel_size());
+                T *const after = keeps ? states.of(at.number, q) : own.rows[0] + q * p.panel_size();
+                if (keeps && far && q + 1 < columns.panels) prefetch<true>(after + p.panel_size(), 1, 0, p.panel_size());
                 update(at, q, from, to, own.Zt, now(q), after);
                 own.now[q] = after;
             };
@@ -144,21 +144,22 @@ template <class T> class Member {
     // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
     // second set of rows.
     void backward(const Kept<T> &kept, Strided<T> dV) {
-        const bool states = kept.Z, way = !p.transpose;
-        const int sets = dV.data && !states ? 2 : 1; // without states the output runs back beside its gradient
+        const bool way = !p.transpose;
+        const int sets = dV.data && !kept.Z ? 2 : 1; // without states the output runs back beside its gradient
         // The others wait for the sums of the next block, not for ∂Y. So a team first does what they wait for.
-        const bool later = dV.data && states && team.size > 1;
+        const bool later = dV.data && kept.Z && team.size > 1;
+        const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const auto turn_of = [&](Index step, const Block &at) {
-            const T *const factor = kept.scales ? kept.factor_of(p, at.number) : own.factor;
+            const T *const factor = kept.scales ? kept.factor_of(at.number) : own.factor;
             if (!kept.scales) invert(at.size, own.factor);
             for (int set = 0; set < sets; ++set)
                 multiply_by_factor(own.S + set * kp * stride, factor, way, own.Zt + set * kp * stride);
             if (kept.scales && step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
-                prefetch<false>(kept.factor_of(p, next), kp, kp, kp);
-                if (states) prefetch<false>(kept.Z_of(p, next), lanes, kp, kp);
+                prefetch<false>(kept.factor_of(next), kp, kp, kp);
+                if (kept.Z) prefetch<false>(kept.Z_of(next), lanes, kp, kp);
             }
-            const BlockGradient gradient(*this, at, kept, dV);
+            const BlockGradient gradient(*this, at, kept, states, dV);
             if (dV.data && !later) gradient.begin();
             return [=, &at](Index q, Index from, Index to) {
                 if (dV.data && !later) gradient.of_panel(q, from, to, now(q));
@@ -173,7 +174,7 @@ template <class T> class Member {
         };
         const auto finish = [&](const Block &at) {
             if (!later) return;
-            const BlockGradient gradient(*this, at, kept, dV);
+            const BlockGradient gradient(*this, at, kept, states, dV);
             gradient.begin();
             for_panels(at.number, [&](Index q, Index from, Index to) {
                 gradient.of_panel(q, from, to, own.before[q]);
@@ -428,16 +429,13 @@ template <class T> class Member {
             if (stop) std::memcpy(y + c * kp, &V(piece.row, piece.column + c), sizeof(T) * std::size_t(stop));
             std::fill(y + c * kp + stop, y + (c + 1) * kp, T(0));
         }
+        const bool at_once = V.column_stride == 1 && piece.width % p.packet == 0; // then all that is in memory is copied
+        if (at_once && !by_columns) copy<T>(piece.rows, piece.width, {&V(piece.row, piece.column), V.row_stride}, {y, p.panel});
         for (Index j = 0; j < (by_columns ? 0 : piece.rows); ++j) {
             T *const row = y + j * p.panel;
             const Index start = piece.start(j);
-            if (V.column_stride == 1 && piece.width == p.panel) { // all that is in memory is read, and some left out
-                const T *const source = &V(piece.row + j, piece.column);
-                for (Index c = 0; c < p.panel; ++c) row[c] = c < start ? T(0) : source[c];
-            } else {
-                std::fill(row, row + start, T(0));
-                for (Index c = start; c < piece.width; ++c) row[c] = V(piece.row + j, piece.column + c);
-            }
+            std::fill(row, row + start, T(0));
+            for (Index c = start; c < (at_once ? 0 : piece.width); ++c) row[c] = V(piece.row + j, piece.column + c);
         }
         for (Index j = piece.rows; j < (by_columns ? 0 : kp); ++j) std::fill_n(y + j * p.panel, to - from, T(0));
         for (Index j = 0; piece.compact && j < piece.rows; ++j)
@@ -496,13 +494,12 @@ template <class T> class Member {
         const Block &at;
         const Strided<T> dV;
         const T *Z;
-        const T *state = nullptr; // the rows after the block, unless they are the output, in the second set of rows
+        const States<T> states; // the rows after the block, unless they are the output, in the second set of rows
+        const bool kept_state;
 
-        BlockGradient(const Member &member, const Block &at, const Kept<T> &kept, Strided<T> dV)
-            : member(member), at(at), dV(dV), Z(kept.Z ? kept.Z_of(member.p, at.number) : member.own.Z) {
-            const Problem &p = member.p;
-            if (kept.Z && at.number != p.block_at(0, !p.transpose)) state = kept.state_of(p, member.columns, at.number);
-        }
+        BlockGradient(const Member &member, const Block &at, const Kept<T> &kept, const States<T> &states, Strided<T> dV)
+            : member(member), at(at), dV(dV), Z(kept.Z ? kept.Z_of(at.number) : member.own.Z), states(states),
+              kept_state(kept.Z && at.number != member.p.block_at(0, !member.p.transpose)) {}
         void begin() const {
             const Problem &p = member.p;
             const Index kp = member.kp, lanes = member.lanes, stride = member.stride, start = at.number * p.k;
@@ -515,9 +512,9 @@ template <class T> class Member {
             if (p.fills()) member.clear(dV, start, start + at.size, p.first_column(at.number));
         }
         void of_panel(Index q, Index from, Index to, const T *g) const {
-            const Index size = member.p.panel_size(), first = member.columns.first_panel(member.p, at.number);
-            const T *const after = state ? state + (q - first) * size : member.own.rows[1] + q * size;
-            if (member.far && state && q + 1 < member.columns.panels) prefetch<false>(after + size, 1, 0, size);
+            const Index size = member.p.panel_size();
+            const T *const after = kept_state ? states.of(at.number, q) : member.own.rows[1] + q * size;
+            if (kept_state && member.far && q + 1 < member.columns.panels) prefetch<false>(after + size, 1, 0, size);
             if (!member.streams(dV)) member.template prefetch_panel<true>(dV, at.number, q + 1);
             member.gradient_of_panel(at, q, from, to, Z, g, after, dV);
         }
@@ -618,12 +615,11 @@ template <class T> class Member {
 
     void keep(const Block &at, const Kept<T> &kept) const {
         FASTH_PHASE(keep);
-        const Index kb = at.size;
         if (team.rank == team.size - 1) {
-            std::copy(at.scale, at.scale + kb, kept.scales + at.number * p.k);
-            std::copy(own.factor, own.factor + kp * kp, kept.factor_of(p, at.number));
+            std::copy(at.scale, at.scale + at.size, kept.scales + at.number * p.k);
+            std::copy(own.factor, own.factor + kp * kp, kept.factor_of(at.number));
         }
-        if (kept.Z && team.rank == 0) transpose<T>(kp, lanes, {own.Zt, stride}, {kept.Z_of(p, at.number), kp});
+        if (kept.Z && team.rank == 0) transpose<T>(kp, lanes, {own.Zt, stride}, {kept.Z_of(at.number), kp});
     }
 };
 

@@ -92,7 +92,7 @@ template <class T> Index kept_size(const Problem &p, int kept) {
     return kept == nothing_kept ? 0 : Kept<T>::size(p, std::max(kept, 1), kept > 0);
 }
 // What a team of another size than planned for keeps.
-inline int kept_by(const Team &team, int planned) { return team.size == planned ? planned : std::min(planned, factors_kept); }
+inline int kept_by(int members, int planned) { return members == planned ? planned : std::min(planned, factors_kept); }
 
 // Zeros where nothing was written: between the parts of what is kept, beside the last columns, and behind all of it, up to
 // `size`. What an operator of PyTorch gives back should not be what happened to be in memory.
@@ -100,12 +100,13 @@ template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int 
     if (kept != nothing_kept) std::fill(memory + p.reflectors(), memory + round_up(p.reflectors(), padding), T(0));
     for (int rank = 0; p.blocks() && rank < kept; ++rank) {
         const Columns own(p, kept, rank);
-        const Kept<T> part(p, memory, kept, rank, true);
+        std::vector<Index> offsets(std::size_t(p.blocks()));
+        const States<T> states(p, Kept<T>(p, memory, kept, true).states, kept, rank, offsets.data());
         const Index lanes = p.lanes(), stride = p.lane_stride();
         for (Index step = 0; step + 1 < p.blocks(); ++step) {
-            const Index block = p.block_at(step, p.transpose), first = own.first_panel(p, block);
-            T *panel = part.state_of(p, own, block);
-            for (Index q = first; q < own.panels; ++q, panel += p.panel_size()) {
+            const Index block = p.block_at(step, p.transpose);
+            for (Index q = own.first_panel(p, block); q < own.panels; ++q) {
+                T *const panel = states.of(block, q);
                 const Index width = own.width(q);
                 for (Index c = 0; c < (lanes < stride ? width : 0); ++c) std::fill(panel + c * stride + lanes, panel + (c + 1) * stride, T(0));
                 std::fill(panel + width * stride, panel + p.panel_size(), T(0));
@@ -137,10 +138,10 @@ template <class T> struct Reflection {
         const int members = for_batch(plan, batch, lay_out(1), [&](const Bench<T> &bench, Team &team, Index b) {
             Member<T> member = bench.member(p, team, V[b]);
             member.load(x[b]);
-            member.forward(part(memory, b, team, kept_by(team, planned)));
+            member.forward(part(memory, b, team, kept_by(team.size, planned)));
             member.store(outs[b]);
         });
-        return members == planned ? planned : std::min(planned, factors_kept);
+        return kept_by(members, planned);
     }
     // `kept` is what forward gave back. dx and dV may be left out.
     void backward(Batch<const T> g, const T *out, Batch<const T> V, T *memory, int kept, T *dx, Batch<T> dV) const {
@@ -166,7 +167,7 @@ template <class T> struct Reflection {
     }
     Kept<T> part(T *memory, Index b, const Team &team, int kept) const {
         if (!memory || kept == nothing_kept) return {};
-        return {p, memory + b * kept_size<T>(p, kept), team.size, team.rank, team.size == kept};
+        return {p, memory + b * kept_size<T>(p, kept), team.size, team.size == kept};
     }
 };
 
@@ -195,7 +196,7 @@ template <class T> struct Weight {
     int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
         const int members = for_batch(plan, 1, lay_out(1), [&](const Benches &benches, Team &team, Index) {
             Member<T> v = benches.V.member(V, team, V_reflectors), u = benches.U.member(U, team, U_reflectors);
-            const int kept = kept_by(team, planned);
+            const int kept = kept_by(team.size, planned);
             v.load(x);
             v.forward(V_part(memory, team, kept));
             u.load_scaled(v, diagonal);
@@ -207,7 +208,7 @@ template <class T> struct Weight {
             if (bias) u.add(bias);
             u.store(out);
         });
-        return members == planned ? planned : std::min(planned, factors_kept);
+        return kept_by(members, planned);
     }
 
     struct Gradients { // any but that of sigma may be left out
@@ -249,11 +250,11 @@ template <class T> struct Weight {
     }
     Kept<T> V_part(T *memory, const Team &team, int kept) const {
         if (!memory) return {};
-        return {V, memory + V_kept(), team.size, team.rank, team.size == kept};
+        return {V, memory + V_kept(), team.size, team.size == kept};
     }
     Kept<T> U_part(T *memory, const Team &team, int kept) const {
         if (!memory) return {};
-        return {U, memory + U_kept(kept), team.size, team.rank, team.size == kept};
+        return {U, memory + U_kept(kept), team.size, team.size == kept};
     }
 };
 
