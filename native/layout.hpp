@@ -106,14 +106,15 @@ template <class T> struct States {
 };
 
 // What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the states. Only a team of the same size can use these.
+// the states. Only a team of the same size can use these. Of T only the squares from the diagonal on are kept: with full
+// reflectors, and as many rows as there are in a block, that leaves room for the states.
 template <class T> struct Kept {
     T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
     Index kp = 0, lanes = 0;
     int members = 0;
 
     static Index size(const Problem &p, int members, bool with_states) {
-        Index count = round_up(p.reflectors(), padding) + p.blocks() * p.padded_k() * p.padded_k();
+        Index count = round_up(p.reflectors(), padding) + p.blocks() * factor_size(p.padded_k());
         if (with_states && p.blocks()) count += p.blocks() * p.lanes() * p.padded_k() + States<T>::size(p, members);
         return count;
     }
@@ -126,7 +127,26 @@ template <class T> struct Kept {
         Z = memory + size(p, members, false);
         states = Z + p.blocks() * lanes * kp;
     }
-    T *factor_of(Index block) const { return factors + block * kp * kp; }
+    static Index factor_size(Index kp) { return kp * (kp + padding) / 2; }
+    // action(square of T: (padding, kp), its place here) for the squares from the diagonal on.
+    template <class Action> void for_squares(Index block, T *factor, const Action &action) const {
+        T *place = factors + block * factor_size(kp);
+        for (Index i = 0; i < kp; i += padding)
+            for (Index j = i; j < kp; j += padding, place += padding * padding)
+                action(Matrix<T>{factor + i * kp + j, kp}, Matrix<T>{place, padding});
+    }
+    void put_factor(Index block, T *factor) const {
+        for_squares(block, factor, [](Matrix<T> T_square, Matrix<T> place) {
+            copy<T>(padding, padding, {T_square.data, T_square.row_stride}, place);
+        });
+    }
+    void get_factor(Index block, T *factor) const {
+        std::fill(factor, factor + kp * kp, T(0));
+        for_squares(block, factor, [](Matrix<T> T_square, Matrix<T> place) {
+            copy<T>(padding, padding, {place.data, padding}, T_square);
+        });
+    }
+    void prefetch_factor(Index block) const { prefetch<false>(factors + block * factor_size(kp), 1, 0, factor_size(kp)); }
     T *Z_of(Index block) const { return Z + block * lanes * kp; }
 };
 

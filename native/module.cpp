@@ -154,16 +154,16 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
     });
 }
 
-// How much is kept of each matrix, without the rows after every block; and, at most, with them, by a team of so many
-// members: for no rows, and for each row besides.
-std::tuple<Index, Index, Index> kept_sizes(Index r, Index d, int kind, Index k, int members, int bytes) {
+// How much is kept of each matrix, without the rows after every block; and with them, by a team of so many members: for no
+// rows, and for each row besides, of which there are always whole packets. `longest`: of all reflectors of a weight.
+std::tuple<Index, Index, Index, Index> kept_sizes(Index r, Index d, Index longest, int kind, Index k, int members, int bytes) {
     const Index packet = bytes == sizeof(float) ? packet_size<float> : packet_size<double>;
-    const auto size = [&](Index m, int kept) { // with wide panels, as in a weight that is longer the other way
-        const Problem p{m, r, d, Kind(kind), false, k, packet, panel_for(1 << 20)};
+    const auto size = [&](Index m, int kept) {
+        const Problem p{m, r, d, Kind(kind), true, k, packet, panel_for(longest)}; // x Q keeps more than x Qᵀ
         return kept_size<float>(p, kept == factors_kept ? kept : int(std::min<Index>(kept, p.panels())));
     };
-    const Index row = (size(packet, members) - size(0, members)) / packet;
-    return {size(0, factors_kept), size(0, members) + 2 * packet * row, row}; // where the last packet is not full
+    const Index none = size(0, members);
+    return {size(0, factors_kept), none, (size(packet, members) - none) / packet, packet};
 }
 
 // W: (n, m) as U Σ Vᵀ. Without V, U is the (n, m) matrix that holds both sides, compact.

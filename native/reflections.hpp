@@ -150,13 +150,15 @@ template <class T> class Member {
         const bool later = dV.data && kept.Z && team.size > 1;
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const auto turn_of = [&](Index step, const Block &at) {
-            const T *const factor = kept.scales ? kept.factor_of(at.number) : own.factor;
-            if (!kept.scales) invert(at.size, own.factor);
+            if (kept.scales)
+                kept.get_factor(at.number, own.factor);
+            else
+                invert(at.size, own.factor);
             for (int set = 0; set < sets; ++set)
-                multiply_by_factor(own.S + set * kp * stride, factor, way, own.Zt + set * kp * stride);
+                multiply_by_factor(own.S + set * kp * stride, own.factor, way, own.Zt + set * kp * stride);
             if (kept.scales && step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
-                prefetch<false>(kept.factor_of(next), kp, kp, kp);
+                kept.prefetch_factor(next);
                 if (kept.Z) prefetch<false>(kept.Z_of(next), lanes, kp, kp);
             }
             const BlockGradient gradient(*this, at, kept, states, dV);
@@ -617,7 +619,7 @@ template <class T> class Member {
         FASTH_PHASE(keep);
         if (team.rank == team.size - 1) {
             std::copy(at.scale, at.scale + at.size, kept.scales + at.number * p.k);
-            std::copy(own.factor, own.factor + kp * kp, kept.factor_of(at.number));
+            kept.put_factor(at.number, own.factor);
         }
         if (kept.Z && team.rank == 0) transpose<T>(kp, lanes, {own.Zt, stride}, {kept.Z_of(at.number), kp});
     }

@@ -33,7 +33,7 @@ inline Plan plan_for(Index batch, Index operations, Index panels, int threads) {
     return {1, int(std::min<Index>(threads, panels))};
 }
 inline Plan plan_for(const Problem &p, Index batch, int threads) {
-    return plan_for(batch, batch * p.m * p.reflectors() * p.d, p.panels(), threads);
+    return plan_for(batch, batch * p.lanes() * p.reflectors() * p.d, p.panels(), threads);
 }
 
 // What a team needs for one problem.
@@ -182,7 +182,7 @@ template <class T> struct Weight {
     Weight(const Problem &V, const Problem &U, Strided<const T> V_reflectors, Strided<const T> U_reflectors,
            const Diagonal<T> &diagonal, int threads)
         : V(V), U(U), V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
-          plan(plan_for(1, V.m * (V.reflectors() * V.d + U.reflectors() * U.d),
+          plan(plan_for(1, V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d),
                         std::min(V.panels(), U.panels()), threads)) {}
 
     // Kept, in this order: the rows after the first product, those after the second, both by columns, what each keeps besides.

@@ -169,7 +169,27 @@ def test_wrong_arguments_are_errors():
     with pytest.raises(ValueError, match="shape"):
         torch.ops.fasth.svd_linear(tensors[0][:, 1:], *tensors[1:], kind, blocks, sizes_of_svd)
     with pytest.raises(ValueError, match="`sizes` should be"):
-        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 1, 1, 2**62])
+        torch.ops.fasth.svd_linear(*tensors, kind, blocks, [1, 1, 1, 1, 1, 2**62])
+
+
+@has_core
+@pytest.mark.parametrize("kind", range(3))
+def test_the_rows_after_every_block_are_kept_where_there_is_room(kind, set_threads):
+    """The last number that is kept says for how many threads they are."""
+    set_threads(2)
+    x, V = torch.randn(32, 256), torch.randn(256, 256)
+    for transpose in (False, True):
+        arguments = householder_arguments(x, V, transpose, kind, 32)
+        assert torch.ops.fasth.householder_forward(*arguments, True)[1][-1] == 2
+        assert native.core().householder(x, V, transpose, kind, 32, 2, True)[1][-1] == 2
+
+
+@has_core
+@pytest.mark.parametrize("reflectors", ["full", "compact"])
+def test_the_rows_after_every_block_of_a_weight_are_kept(reflectors, set_threads):
+    set_threads(2)
+    arguments = svd_arguments((32,), 256, 192, reflectors)
+    assert torch.ops.fasth.svd_linear_forward(*arguments, True)[1][-1] == 2
 
 
 # The layers.

@@ -86,18 +86,19 @@ def _numbers(*sizes: int) -> list[int]:
     return [int(f"{size}") for size in sizes]
 
 
-# `sizes` are numbers a, b, c, d and a crossover. Of m rows, min(a + b m, c + d m) numbers are kept: the rows after
-# every block, or as much as is worth its memory. A minimum is a size that the compiler can reason about; where another
-# function bends it would guard, and make a graph for each side. From the crossover on the matrix is formed.
+# `sizes` are numbers a, b, c, d, p and a crossover. Of m rows, min(a + b M, c + d m) numbers are kept, where M is m
+# rounded up to a multiple of p: the rows after every block, or as much as is worth its memory. A minimum is a size that
+# the compiler can reason about; where another function bends it would guard, and make a graph for each side. From the
+# crossover on the matrix is formed.
 
 
 def householder_sizes(
     dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, batched: bool, threads: int
 ) -> list[int]:
     """As the core has it, at most as much as x and V. One more number says what is kept."""
-    least, fixed, per_row = _kept_sizes(dtype, r, d, kind, block_size, threads)
+    least, fixed, per_row, packet = _kept_sizes(dtype, r, d, d, kind, block_size, threads)
     crossover = _NEVER if batched else _first_above(crossover_by_rule(r, d, kind != FULL))
-    return [1 + fixed, per_row, 1 + max(r * d, least), d, crossover]
+    return [1 + fixed, per_row, 1 + max(r * d, least), d, packet, crossover]
 
 
 def svd_sizes(
@@ -113,24 +114,27 @@ def svd_sizes(
     threads: int,
 ) -> list[int]:
     """Likewise, at most twice as much as x and the reflectors; with the rows after both products."""
-    least_U, fixed_U, per_row_U = _kept_sizes(dtype, r_U, n, kind, U_block, threads)
-    least_V, fixed_V, per_row_V = _kept_sizes(dtype, r_V, m, kind, V_block, threads)
+    least_U, fixed_U, per_row_U, packet = _kept_sizes(dtype, r_U, n, max(n, m), kind, U_block, threads)
+    least_V, fixed_V, per_row_V, _ = _kept_sizes(dtype, r_V, m, max(n, m), kind, V_block, threads)
     numbers = n * m if shared else r_U * n + r_V * m
     most = max(2 * numbers, least_U + least_V + 32, ALWAYS_KEPT)  # 32: the rows are rounded up to 16, twice
     crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL))
-    return [33 + fixed_U + fixed_V, n + m + per_row_U + per_row_V, 1 + most, max(2 * m, n + m), crossover]
+    per_row = n + m + per_row_U + per_row_V
+    return [33 + fixed_U + fixed_V, per_row, 1 + most, max(2 * m, n + m), packet, crossover]
 
 
-def _kept_sizes(dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, threads: int) -> tuple[int, int, int]:
+def _kept_sizes(
+    dtype: torch.dtype, r: int, d: int, longest: int, kind: int, block_size: int, threads: int
+) -> tuple[int, int, int, int]:
     """Without the rows after every block; with them, for none and for each. For one thread, or all if that is more."""
-    found = [core().kept_sizes(r, d, kind, block_size, members, dtype.itemsize) for members in (1, threads)]
-    least, fixed, per_row = (max(sizes) for sizes in zip(*found, strict=True))
-    return least, fixed, per_row
+    found = [core().kept_sizes(r, d, longest, kind, block_size, members, dtype.itemsize) for members in (1, threads)]
+    least, fixed, per_row, packet = (max(sizes) for sizes in zip(*found, strict=True))
+    return least, fixed, per_row, packet
 
 
 def _size(sizes: Sequence[int], rows: Any) -> Any:
-    a, b, c, d, _ = sizes
-    return torch.sym_min(a + b * rows, c + d * rows)
+    a, b, c, d, packet, _ = sizes
+    return torch.sym_min(a + b * ((rows + packet - 1) // packet * packet), c + d * rows)
 
 
 def _first_above(bound: float) -> int:
