@@ -17,8 +17,9 @@ constexpr Index padding = 16; // the columns of small matrices are rounded up to
 
 constexpr Index round_up(Index n, Index multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// What is called with numbers in registers has to become part of the caller, or they go through memory.
-#if defined(__GNUC__)
+// What is called with numbers in registers has to become part of the caller, or they go through memory. Only a build with
+// sanitizers would take five minutes for it.
+#if defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
 #define FASTH_INLINE inline __attribute__((always_inline))
 #else
 #define FASTH_INLINE inline

@@ -124,10 +124,12 @@ template <class T> struct Reflection {
 
     Reflection(const Problem &p, Index batch, int threads) : p(p), batch(batch), plan(plan_for(p, batch, threads)) {}
 
-    // The most that may be kept in so much room.
+    // The most that may be kept in so much room, and is worth it: to fetch a large matrix' states from memory takes longer
+    // than to run the output back.
     int best_kept(Index room) const {
+        const bool states_pay = kept_size<T>(p, plan.members) * Index(sizeof(T)) <= Index(48) << 20;
         for (const int kept : {plan.members, factors_kept})
-            if (size(kept) <= room) return kept;
+            if (size(kept) <= room && (kept == factors_kept || states_pay)) return kept;
         return nothing_kept;
     }
     Index size(int kept) const { return batch * kept_size<T>(p, kept); }

@@ -96,14 +96,16 @@ class Factored(nn.Module):
     def _weight_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
 
-    @torch.no_grad()
     def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
         """The dense weight that these tensors make: the kept one where they are this layer's own.
 
         Graphs have one of their own. A graph that changes a parameter counts that before it does it, so what it sees in
         the meantime is of no use to others.
         """
-        if all(t is not None and _same(t, u) for t, u in zip(self._own(), made_of, strict=True)):
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.kept_weight_of(made_of)
+        if all(t is u or (t is not None and _same(t, u)) for t, u in zip(self._own(), made_of, strict=True)):
             self._kept, self._kept_for_graphs = self._kept_for_graphs, self._kept
             try:
                 weight = self._kept_weight()
