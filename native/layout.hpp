@@ -52,7 +52,8 @@ struct Columns {
     int size, rank;
     Index panels;
 
-    Columns(const Problem &p, int size, int rank) : d(p.d), panel(p.panel), size(size), rank(rank), panels(before(p.panels())) {}
+    Columns(const Problem &p, int size, int rank)
+        : d(p.d), panel(p.panel), size(size), rank(rank), panels(before(p.panels())) {}
 
     // Where a member's panel starts in V, and how many columns it has.
     Index column(Index q) const { return (q / 2 * 2 * size + (q % 2 ? 2 * size - 1 - rank : rank)) * panel; }
@@ -82,7 +83,8 @@ template <class T> struct States {
         return panels * p.panel_size();
     }
     // Those of one member. There is room for an offset for each block.
-    States(const Problem &p, T *data, int members, int rank, Index *offsets) : data(data), offsets(offsets), panel_size(p.panel_size()) {
+    States(const Problem &p, T *data, int members, int rank, Index *offsets)
+        : data(data), offsets(offsets), panel_size(p.panel_size()) {
         if (!data) return;
         Index start = 0;
         for (int other = 0; other < rank; ++other) start += panels_of(p, Columns(p, members, other));
@@ -182,7 +184,8 @@ template <class T> struct Workspace {
         const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most
         Own own;
         for (auto &block : own.blocks)
-            block = {0, 0, false, arena.take<T>(panels * kp * p.panel), arena.take<T>(kp), arena.take<Strided<const T>>(panels)};
+            block = {0, 0, false, arena.take<T>(panels * kp * p.panel), arena.take<T>(kp),
+                     arena.take<Strided<const T>>(panels)};
         for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.panel_size()) : nullptr;
         own.others = sets == 2 ? arena.take<T>(panels * p.panel_size()) : nullptr;
         own.S = arena.take<T>(sets * kp * p.lane_stride() + kp * kp);

@@ -110,7 +110,8 @@ FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Sums<T,
     constexpr Index width = packet_size<T>;
     if constexpr (right_may_be_triangular) {
         if (term.shape == Shape::strictly_upper_right) {
-            const Index middle = std::min(term.inner, column + width - 1), end = std::min(term.inner, column + columns * width - 1);
+            const Index middle = std::min(term.inner, column + width - 1);
+            const Index end = std::min(term.inner, column + columns * width - 1);
             accumulate<0, columns>(term, row, column, 0, middle, sum);
             if constexpr (columns == 2) accumulate<1, 2>(term, row, column, middle, end, sum);
             return;
@@ -225,7 +226,8 @@ template <class T> void transpose(Index rows, Index columns, Matrix<const T> fro
             Square<T> square;
             load_transposed(from.data + i * from.row_stride + j, from.row_stride, square);
 #pragma GCC unroll 16
-            for (Index l = 0; l < width; ++l) Eigen::internal::pstoreu(to.data + (j + l) * to.row_stride + i, square.packet[l]);
+            for (Index l = 0; l < width; ++l)
+                Eigen::internal::pstoreu(to.data + (j + l) * to.row_stride + i, square.packet[l]);
         }
 }
 

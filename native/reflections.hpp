@@ -47,7 +47,8 @@ template <class T> class Member {
     Member(const Problem &p, Team &team, Strided<const T> V, const Workspace<T> &shared,
            const typename Workspace<T>::Own &own)
         : p(p), team(team), V(V), shared(shared), own(own), columns(p, team.size, team.rank), kp(p.padded_k()),
-          lanes(p.lanes()), stride(p.lane_stride()), by_columns(V.row_stride == 1 && V.column_stride != 1), far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
+          lanes(p.lanes()), stride(p.lane_stride()), by_columns(V.row_stride == 1 && V.column_stride != 1),
+          far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
 
     void load(Strided<const T> source, int set = 0) {
         for_panels([&](Index q, Index column, Index width) {
@@ -56,7 +57,8 @@ template <class T> class Member {
             if (set == 0) own.now[q] = panel;
             Index done = 0; // rows that are there already
             if (source.row_stride == 1) {
-                for (Index c = 0; c < width; ++c) std::memcpy(panel + c * stride, &source(0, column + c), sizeof(T) * std::size_t(p.m));
+                for (Index c = 0; c < width; ++c)
+                    std::memcpy(panel + c * stride, &source(0, column + c), sizeof(T) * std::size_t(p.m));
                 done = p.m;
             } else if (source.column_stride == 1 && width % p.packet == 0) {
                 done = p.m / p.packet * p.packet;
@@ -73,7 +75,8 @@ template <class T> class Member {
             FASTH_PHASE(rows);
             Index done = 0;
             if (target.row_stride == 1) {
-                for (Index c = 0; c < width; ++c) std::memcpy(&target(0, column + c), now(q) + c * stride, sizeof(T) * std::size_t(p.m));
+                for (Index c = 0; c < width; ++c)
+                    std::memcpy(&target(0, column + c), now(q) + c * stride, sizeof(T) * std::size_t(p.m));
                 done = p.m;
             } else if (target.column_stride == 1 && width % p.packet == 0) {
                 done = p.m / p.packet * p.packet;
@@ -109,7 +112,8 @@ template <class T> class Member {
     }
     void sum_columns(T *sums) const {
         for_panels([&](Index q, Index column, Index width) {
-            for (Index c = 0; c < width; ++c) sums[column + c] = sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; });
+            for (Index c = 0; c < width; ++c)
+                sums[column + c] = sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; });
         });
     }
     // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
@@ -232,7 +236,8 @@ template <class T> class Member {
             collect(sets);
             if (gram && !lengths_are_safe(at->size)) rescale_block(*at, sets);
             const auto visit = turn_of(step, *at);
-            const Index first = columns.first_panel(p, at->number), next_first = last ? columns.panels : columns.first_panel(p, next->number);
+            const Index first = columns.first_panel(p, at->number);
+            const Index next_first = last ? columns.panels : columns.first_panel(p, next->number);
             for (Index q = std::min(first, next_first); q < columns.panels; ++q) {
                 if (!last && !gram) prefetch_panel<false>(V, next->number, q + 1);
                 if (q >= first) visit(q, columns.from(p, at->number, q), columns.width(q));
@@ -411,7 +416,8 @@ template <class T> class Member {
     };
     Piece piece(Index block, Index q) const {
         const Index from = columns.from(p, block, q);
-        return {block * p.k, columns.column(q) + from, p.size_of(block), columns.width(q) - from, p.triangular(), p.kind == Kind::compact};
+        return {block * p.k, columns.column(q) + from, p.size_of(block), columns.width(q) - from,
+                p.triangular(), p.kind == Kind::compact};
     }
 
     // V is read as it lies, except where the triangle ends, in a short block, and where reflectors are scaled.
@@ -432,7 +438,8 @@ template <class T> class Member {
             std::fill(y + c * kp + stop, y + (c + 1) * kp, T(0));
         }
         const bool at_once = V.column_stride == 1 && piece.width % p.packet == 0; // then all that is in memory is copied
-        if (at_once && !by_columns) copy<T>(piece.rows, piece.width, {&V(piece.row, piece.column), V.row_stride}, {y, p.panel});
+        if (at_once && !by_columns)
+            copy<T>(piece.rows, piece.width, {&V(piece.row, piece.column), V.row_stride}, {y, p.panel});
         for (Index j = 0; j < (by_columns ? 0 : piece.rows); ++j) {
             T *const row = y + j * p.panel;
             const Index start = piece.start(j);
@@ -463,8 +470,8 @@ template <class T> class Member {
             if (rest == 0) continue;
             product<Result::set, T>(padding, rest, {rest, G + j * kp + right, kp, 1, {out + right * kp + right, kp}},
                                     {nullptr, 0}, {own.N, rest});
-            product<Result::negative, T>(padding, rest, {padding, rows + j, kp, 1, {own.N, rest}, Shape::upper_left}, {nullptr, 0},
-                                         {rows + right, kp});
+            product<Result::negative, T>(padding, rest, {padding, rows + j, kp, 1, {own.N, rest}, Shape::upper_left},
+                                         {nullptr, 0}, {rows + right, kp});
         }
     }
 
@@ -472,7 +479,8 @@ template <class T> class Member {
     void multiply_by_factor(const T *St, const T *factor, bool upper, T *Zt) const {
         FASTH_PHASE(factor);
         const Matrix<const T> right{St, stride};
-        const Term<T> term = upper ? Term<T>{kp, factor, 1, kp, right, Shape::lower_left} : Term<T>{kp, factor, kp, 1, right, Shape::upper_left};
+        const Term<T> term = upper ? Term<T>{kp, factor, 1, kp, right, Shape::lower_left}
+                                   : Term<T>{kp, factor, kp, 1, right, Shape::upper_left};
         product<Result::set, T>(kp, lanes, term, {nullptr, 0}, {Zt, stride});
     }
 

@@ -108,7 +108,8 @@ template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int 
             for (Index q = own.first_panel(p, block); q < own.panels; ++q) {
                 T *const panel = states.of(block, q);
                 const Index width = own.width(q);
-                for (Index c = 0; c < (lanes < stride ? width : 0); ++c) std::fill(panel + c * stride + lanes, panel + (c + 1) * stride, T(0));
+                for (Index c = 0; c < (lanes < stride ? width : 0); ++c)
+                    std::fill(panel + c * stride + lanes, panel + (c + 1) * stride, T(0));
                 std::fill(panel + width * stride, panel + p.panel_size(), T(0));
             }
         }
@@ -187,7 +188,7 @@ template <class T> struct Weight {
           plan(plan_for(1, V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d),
                         std::min(V.panels(), U.panels()), threads)) {}
 
-    // Kept, in this order: the rows after the first product, those after the second, both by columns, what each keeps besides.
+    // Kept, in this order: the rows after the first product and those after the second, by columns; what each keeps besides.
     Index U_output() const { return round_up(V.m * V.d, 16); }
     Index V_kept() const { return U_output() + round_up(U.m * U.d, 16); }
     Index U_kept(int kept) const { return V_kept() + kept_size<T>(V, kept); }
