@@ -171,6 +171,7 @@ template <class T> struct Workspace {
         T *rows[2];       // each (panels, panel, lane stride)
         T *others;        // the same, for a gradient before and after a block
         T *S, *factor, *Zt, *Z, *R, *N, *Yt, *dY, *turned;
+        Span<T> *spans; // of a block's reflectors
         const T **now, **before; // where the rows of each panel are at present, and were before the block at work
         Index *offsets;          // of the states
     };
@@ -195,6 +196,7 @@ template <class T> struct Workspace {
         own.R = arena.take<T>(p.lanes() * kp);
         own.N = arena.take<T>(2 * kp * kp);
         for (T **scratch : {&own.Yt, &own.dY, &own.turned}) *scratch = arena.take<T>(kp * p.panel);
+        own.spans = arena.take<Span<T>>(panels);
         own.now = arena.take<const T *>(panels);
         own.before = arena.take<const T *>(panels);
         own.offsets = arena.take<Index>(p.blocks());

@@ -1,10 +1,11 @@
-// The two kernels that everything else is made of: a small matrix product that keeps its result in registers, and a
-// transposition. Eigen's packets give them the widest registers that the compiler may use for this module.
+// The kernels that everything else is made of: a small matrix product that keeps its result in registers, inner products
+// of rows, and a transposition. Eigen's packets give them the widest registers that the compiler may use for this module.
 #pragma once
 
 #include <Eigen/Core>
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 
 namespace fasth {
 
@@ -238,6 +239,79 @@ template <class T> inline void copy(Index rows, Index columns, Matrix<const T> f
         for (Index j = 0; j < columns; j += width)
             Eigen::internal::pstoreu(to.data + i * to.row_stride + j,
                                      Eigen::internal::ploadu<Packet<T>>(from.data + i * from.row_stride + j));
+}
+
+// The sum of each of as many packets as a packet has numbers.
+template <class T> FASTH_INLINE Packet<T> sums_of(Square<T> &square) {
+    auto *const s = square.packet;
+    Eigen::internal::ptranspose(square);
+#pragma GCC unroll 4
+    for (Index half = packet_size<T> / 2; half; half /= 2)
+#pragma GCC unroll 8
+        for (Index l = 0; l < half; ++l) s[l] = Eigen::internal::padd(s[l], s[l + half]);
+    return s[0];
+}
+#if defined(EIGEN_VECTORIZE_AVX512)
+// Adding up after every step of the transposition halves what is left of it.
+template <> FASTH_INLINE __m512 sums_of<float>(Square<float> &square) {
+    __m512 *const s = square.packet;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        s[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[2 * i], s[2 * i + 1]), _mm512_unpackhi_ps(s[2 * i], s[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512d even = _mm512_castps_pd(s[2 * i]), odd = _mm512_castps_pd(s[2 * i + 1]);
+        s[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)), _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
+    }
+#pragma GCC unroll 2
+    for (int left = 2; left; left /= 2)
+#pragma GCC unroll 2
+        for (int i = 0; i < left; ++i)
+            s[i] = _mm512_add_ps(_mm512_shuffle_f32x4(s[2 * i], s[2 * i + 1], 0x88),
+                                 _mm512_shuffle_f32x4(s[2 * i], s[2 * i + 1], 0xdd));
+    return s[0];
+}
+#endif
+
+// So many columns of a matrix, whole packets of them, its rows row_stride apart.
+template <class T> struct Span {
+    const T *data;
+    Index row_stride, columns;
+};
+
+// G = Y Yᵀ from the diagonal on, where Y is made of several spans: tiles of 4 rows that are as large as a packet, so that
+// their sums are. Registers need to be wide enough for tiles that pay.
+template <class T> constexpr bool has_inner_products = packet_size<T> >= 8;
+template <class T> void inner_products(Index rows, const Span<T> *spans, Index count, Matrix<T> G) {
+    using namespace Eigen::internal;
+    constexpr Index width = packet_size<T>;
+    constexpr int high = 4, wide = int(width) / high;
+    for (Index i = 0; i < rows; i += high)
+        for (Index j = i; j < rows; j += wide) {
+            Square<T> sums;
+#pragma GCC unroll 16
+            for (Index l = 0; l < width; ++l) sums.packet[l] = pset1<Packet<T>>(T(0));
+            for (const Span<T> *span = spans; span < spans + count; ++span) {
+                const Index stride = span->row_stride;
+                const T *left = span->data + i * stride, *right = span->data + j * stride;
+                const T *last_left = left + 3 * stride, *last_right = right + 3 * stride;
+                for (const T *const end = left + span->columns; left < end;
+                     left += width, right += width, last_left += width, last_right += width) {
+                    Packet<T> r[wide];
+#pragma GCC unroll 4
+                    for (int b = 0; b < wide; ++b) r[b] = ploadu<Packet<T>>(b < 3 ? right + b * stride : last_right);
+#pragma GCC unroll 4
+                    for (int a = 0; a < high; ++a) {
+                        const auto l = ploadu<Packet<T>>(a < 3 ? left + a * stride : last_left);
+#pragma GCC unroll 4
+                        for (int b = 0; b < wide; ++b) sums.packet[a * wide + b] = pmadd(l, r[b], sums.packet[a * wide + b]);
+                    }
+                }
+            }
+            T tile[high][wide];
+            pstoreu(tile[0], sums_of<T>(sums));
+            for (int a = 0; a < high; ++a) std::memcpy(G.data + (i + a) * G.row_stride + j, tile[a], sizeof(tile[a]));
+        }
 }
 
 // The inverse of an upper triangular square of size `padding`, of which the strict upper half is in B and the inverse of

@@ -238,8 +238,9 @@ template <class T> class Member {
             const auto visit = turn_of(step, *at);
             const Index first = columns.first_panel(p, at->number);
             const Index next_first = last ? columns.panels : columns.first_panel(p, next->number);
+            const Index ahead = step + (gram ? 2 : 1); // the block whose reflectors are wanted next
             for (Index q = std::min(first, next_first); q < columns.panels; ++q) {
-                if (!last && !gram) prefetch_panel<false>(V, next->number, q + 1);
+                if (ahead < p.blocks()) prefetch_panel<false>(V, p.block_at(ahead, way), q + 1);
                 if (q >= first) visit(q, columns.from(p, at->number, q), columns.width(q));
                 if (q >= next_first) add_products(*next, q, columns.from(p, next->number, q), columns.width(q), sets, sums);
             }
@@ -292,14 +293,13 @@ template <class T> class Member {
         if (scales) std::copy(scales + block * p.k, scales + block * p.k + kb, at.scale);
         at.scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
         for_panels(block, [&](Index q, Index from, Index to) {
-            if (gram) prefetch_panel<false>(V, block, q + 1);
             if (packed(at, q))
                 pack(at, q, from, to);
             else
                 at.Y[q] = {&V(block * p.k, columns.column(q) + from), V.row_stride, V.column_stride};
-            if (gram) add_gram(at, q, from, to, sum);
-            fetch_when_complete();
         });
+        if (gram) form_gram(at, sum);
+        fetch_when_complete();
     }
 
     // Sᵀ += Y · rowsᵀ in one panel, for every set of rows.
@@ -324,6 +324,30 @@ template <class T> class Member {
         if (from && after != rows) std::memcpy(after, rows, sizeof(T) * std::size_t(from * stride));
     }
 
+    // G = Y Yᵀ from the diagonal on, on top of zeros: inner products of rows, as long as they are in whole packets.
+    void form_gram(const Block &at, T *sum) {
+        const auto in_packets = [&](Index q, Index from, Index to) {
+            return has_inner_products<T> && at.Y[q].column_stride == 1 && (to - from) % p.packet == 0;
+        };
+        Index count = 0;
+        for_panels(at.number, [&](Index q, Index from, Index to) {
+            if (!in_packets(q, from, to)) return;
+            const Strided<const T> y = at.Y[q];
+            Span<T> *const last = own.spans + count - 1;
+            if (count && last->data + last->columns == y.data && last->row_stride == y.row_stride)
+                last->columns += to - from;
+            else
+                own.spans[count++] = {y.data, y.row_stride, to - from};
+        });
+        if constexpr (has_inner_products<T>) {
+            FASTH_PHASE(gram);
+            if (count) inner_products<T>(kp, own.spans, count, {sum, kp});
+        }
+        for_panels(at.number, [&](Index q, Index from, Index to) {
+            if (!in_packets(q, from, to)) add_gram(at, q, from, to, sum);
+            fetch_when_complete();
+        });
+    }
     // G += Y Yᵀ in one panel, above the diagonal, more or less: what lies left of it in steps of `padding` is left out.
     void add_gram(const Block &at, Index q, Index from, Index to, T *sum) const {
         FASTH_PHASE(gram);
@@ -389,9 +413,9 @@ template <class T> class Member {
         std::fill(mine, mine + awaited, T(0));
         for_panels(at.number, [&](Index q, Index from, Index to) {
             pack(at, q, from, to);
-            add_gram(at, q, from, to, mine + sets * kp * stride);
             add_products(at, q, from, to, sets, mine);
         });
+        form_gram(at, mine + sets * kp * stride);
         team.arrive();
         collect(sets);
     }
