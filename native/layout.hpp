@@ -58,6 +58,11 @@ struct Columns {
     // Where a member's panel starts in V, and how many columns it has.
     Index column(Index q) const { return (q / 2 * 2 * size + (q % 2 ? 2 * size - 1 - rank : rank)) * panel; }
     Index width(Index q) const { return std::min(panel, d - column(q)); }
+    // Which member has panel number `panel`; blocks are dealt out likewise.
+    int owner(Index panel) const {
+        const int place = int(panel % (2 * size));
+        return place < size ? place : 2 * size - 1 - place;
+    }
     // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not.
     Index first_panel(const Problem &p, Index block) const { return before(p.first_column(block) / panel); }
     Index from(const Problem &p, Index block, Index q) const {
@@ -142,8 +147,8 @@ template <class T> struct Kept {
             copy<T>(padding, padding, {T_square.data, T_square.row_stride}, place);
         });
     }
+    // What is left of these squares is not touched.
     void get_factor(Index block, T *factor) const {
-        std::fill(factor, factor + kp * kp, T(0));
         for_squares(block, factor, [](Matrix<T> T_square, Matrix<T> place) {
             copy<T>(padding, padding, {place.data, padding}, T_square);
         });
@@ -154,11 +159,11 @@ template <class T> struct Kept {
 
 // The memory of a team. `sets` of m rows run through the blocks: x; or a gradient; or a gradient and the output.
 template <class T> struct Workspace {
-    // Where the members put their sums for each other: (members, sets, kp, lane stride), then (kp, kp). Three in turn,
-    // since a member prepares the next block while another may still read what it had for the last; and two for finding
-    // scales.
-    T *sums[3] = {}, *spare[2] = {};
+    // Where the members put their sums for each other: (members, sets, kp, lane stride). Three in turn, since a member
+    // prepares the next block while another may still read what it had for the last.
+    T *sums[3] = {};
     Index sum_size;
+    T *factors; // scales and T of every block, where they are not kept
 
     struct Block {
         Index number, size; // of reflectors
@@ -167,36 +172,40 @@ template <class T> struct Workspace {
         Strided<const T> *Y; // of each panel, from the first column on that the block reaches
     };
     struct Own { // a member's
+        Block whole;      // a block with all its columns
         Block blocks[2];  // the block at work and the next
         T *rows[2];       // each (panels, panel, lane stride)
         T *others;        // the same, for a gradient before and after a block
-        T *S, *factor, *Zt, *Z, *R, *N, *Yt, *dY, *turned;
+        T *S, *G, *factor, *Zt, *Z, *R, *N, *dY, *turned;
         Span<T> *spans; // of a block's reflectors
         const T **now, **before; // where the rows of each panel are at present, and were before the block at work
         Index *offsets;          // of the states
     };
 
     Workspace(const Problem &p, int members, int sets, Arena &arena)
-        : sum_size((sets * p.lane_stride() + p.padded_k()) * p.padded_k()) {
+        : sum_size(sets * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members, false))) {
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
-        for (T *&slots : spare) slots = arena.take<T>(members * sum_size);
     }
     static Own own(const Problem &p, int members, int sets, Arena &arena) {
         const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most
+        const auto block_of = [&](Index panels) {
+            return Block{0, 0, false, arena.take<T>(panels * kp * p.panel), arena.take<T>(kp),
+                         arena.take<Strided<const T>>(panels)};
+        };
         Own own;
-        for (auto &block : own.blocks)
-            block = {0, 0, false, arena.take<T>(panels * kp * p.panel), arena.take<T>(kp),
-                     arena.take<Strided<const T>>(panels)};
+        own.whole = block_of(p.panels());
+        for (auto &block : own.blocks) block = block_of(panels);
         for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.panel_size()) : nullptr;
         own.others = sets == 2 ? arena.take<T>(panels * p.panel_size()) : nullptr;
-        own.S = arena.take<T>(sets * kp * p.lane_stride() + kp * kp);
+        own.S = arena.take<T>(sets * kp * p.lane_stride());
+        own.G = arena.take<T>(kp * kp);
         own.factor = arena.take<T>(kp * kp);
         own.Zt = arena.take<T>(sets * kp * p.lane_stride());
         own.Z = arena.take<T>(p.lanes() * kp);
         own.R = arena.take<T>(p.lanes() * kp);
         own.N = arena.take<T>(2 * kp * kp);
-        for (T **scratch : {&own.Yt, &own.dY, &own.turned}) *scratch = arena.take<T>(kp * p.panel);
-        own.spans = arena.take<Span<T>>(panels);
+        for (T **scratch : {&own.dY, &own.turned}) *scratch = arena.take<T>(kp * p.panel);
+        own.spans = arena.take<Span<T>>(p.panels());
         own.now = arena.take<const T *>(panels);
         own.before = arena.take<const T *>(panels);
         own.offsets = arena.take<Index>(p.blocks());

@@ -43,8 +43,8 @@ template <class T> struct Bench {
     Bench(const Problem &p, int members, int sets, Arena &arena) : shared(p, members, sets, arena) {
         for (int i = 0; i < members; ++i) own.push_back(Workspace<T>::own(p, members, sets, arena));
     }
-    Member<T> member(const Problem &p, Team &team, Strided<const T> V) const {
-        return {p, team, V, shared, own[std::size_t(team.rank)]};
+    Member<T> member(const Problem &p, Team &team, Strided<const T> V, const Kept<T> &kept) const {
+        return {p, team, V, shared, own[std::size_t(team.rank)], kept};
     }
 };
 
@@ -139,9 +139,11 @@ template <class T> struct Reflection {
     int forward(Batch<const T> x, Batch<const T> V, T *out, T *memory, int planned) const {
         const Batch<T> outs = in_rows(out, p.m, p.d);
         const int members = for_batch(plan, batch, lay_out(1), [&](const Bench<T> &bench, Team &team, Index b) {
-            Member<T> member = bench.member(p, team, V[b]);
+            Member<T> member = bench.member(p, team, V[b], part(memory, b, team, kept_by(team.size, planned)));
+            member.find_factors();
+            team.meet();
             member.load(x[b]);
-            member.forward(part(memory, b, team, kept_by(team.size, planned)));
+            member.forward();
             member.store(outs[b]);
         });
         return kept_by(members, planned);
@@ -151,10 +153,11 @@ template <class T> struct Reflection {
         const Batch<T> dxs = in_rows(dx, p.m, p.d);
         const Batch<const T> outs = in_rows(out, p.m, p.d);
         for_batch(plan, batch, lay_out(dV.data ? 2 : 1), [&](const Bench<T> &bench, Team &team, Index b) {
-            Member<T> member = bench.member(p, team, V[b]);
+            Member<T> member = bench.member(p, team, V[b], part(memory, b, team, kept));
+            if (kept == nothing_kept) member.find_factors(), team.meet();
             member.load(g[b]);
             if (dV.data) member.load(outs[b], 1);
-            member.backward(part(memory, b, team, kept), dV[b]);
+            member.backward(dV[b]);
             if (dx) member.store(dxs[b]);
         });
     }
@@ -198,12 +201,15 @@ template <class T> struct Weight {
     // Gives back what was kept, which may be nothing only where there is no memory for it.
     int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
         const int members = for_batch(plan, 1, lay_out(1), [&](const Benches &benches, Team &team, Index) {
-            Member<T> v = benches.V.member(V, team, V_reflectors), u = benches.U.member(U, team, U_reflectors);
             const int kept = kept_by(team.size, planned);
+            Member<T> v = benches.V.member(V, team, V_reflectors, V_part(memory, team, kept));
+            Member<T> u = benches.U.member(U, team, U_reflectors, U_part(memory, team, kept));
+            v.find_factors(), u.find_factors();
+            team.meet();
             v.load(x);
-            v.forward(V_part(memory, team, kept));
+            v.forward();
             u.load_scaled(v, diagonal);
-            u.forward(U_part(memory, team, kept));
+            u.forward();
             if (memory) {
                 v.store({memory, 1, V.m});
                 u.store({memory + U_output(), 1, U.m});
@@ -222,16 +228,17 @@ template <class T> struct Weight {
     };
     void backward(Strided<const T> g, T *memory, int kept, const Gradients &to) const {
         for_batch(plan, 1, lay_out(2), [&](const Benches &benches, Team &team, Index) {
-            Member<T> v = benches.V.member(V, team, V_reflectors), u = benches.U.member(U, team, U_reflectors);
+            Member<T> v = benches.V.member(V, team, V_reflectors, V_part(memory, team, kept));
+            Member<T> u = benches.U.member(U, team, U_reflectors, U_part(memory, team, kept));
             u.load(g);
             if (to.bias) u.sum_columns(to.bias);
             if (to.U.data) u.load({memory + U_output(), 1, U.m}, 1);
-            u.backward(U_part(memory, team, kept), to.U);
+            u.backward(to.U);
             v.load({memory, 1, V.m}, 1);
             v.gradient_of_factors(u, diagonal, to.sigma);
             if (!to.x.data && !to.V.data) return;
             v.load_scaled(u, diagonal);
-            v.backward(V_part(memory, team, kept), to.V);
+            v.backward(to.V);
             if (to.x.data) v.store(to.x);
             if (to.V.data && V.shares) // the diagonal between U and V is nobody's
                 for (Index i = team.rank; i < V.reflectors(); i += team.size) to.V(i, i) = T(0);

@@ -1,0 +1,233 @@
+// The reflectors of one block: where products read them, and T, the triangular factor of their product.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "layout.hpp"
+
+// phases.cpp defines this to find out where the time goes.
+#ifndef FASTH_PHASE
+#define FASTH_PHASE(name)
+#endif
+
+namespace fasth {
+
+// Where a block meets a panel, from the first column on that it reaches: which entries are there. Row j has those in
+// columns start(j) to width; column c has those in rows 0 to stop(c). Compact storage leaves out the diagonal.
+struct Piece {
+    Index row, column, rows, width;
+    bool triangular, compact;
+    Index start(Index j) const { return triangular ? std::clamp<Index>(row + j + compact - column, 0, width) : 0; }
+    Index stop(Index c) const { return triangular ? std::clamp<Index>(column + c + 1 - compact - row, 0, rows) : rows; }
+    bool whole() const { return start(rows - 1) == 0; }
+};
+
+// V, as far as it lies in some columns: those of a member, or all.
+template <class T> struct Reflectors {
+    using Block = typename Workspace<T>::Block;
+
+    const Problem &p;
+    const Strided<const T> V;
+    const Columns columns;
+    const Index kp;
+    const bool by_columns; // whether V is stored by columns
+    const bool far;        // whether V is too large to be in the second-level cache when it is wanted
+
+    Reflectors(const Problem &p, Strided<const T> V, const Columns &columns)
+        : p(p), V(V), columns(columns), kp(p.padded_k()), by_columns(V.row_stride == 1 && V.column_stride != 1),
+          far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
+
+    // action(panel, from, to) on every panel that the block reaches.
+    template <class Action> void for_panels(Index block, const Action &action) const {
+        for (Index q = columns.first_panel(p, block); q < columns.panels; ++q)
+            action(q, columns.from(p, block, q), columns.width(q));
+    }
+
+    // A block, with the scales given.
+    void prepare(Block &at, Index block, const T *scales) const {
+        const Index kb = p.size_of(block);
+        at.number = block;
+        at.size = kb;
+        std::copy(scales, scales + kb, at.scale);
+        at.scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
+        for_panels(block, [&](Index q, Index from, Index to) {
+            if (packed(at, q))
+                pack(at, q, from, to);
+            else
+                at.Y[q] = {&V(block * p.k, columns.column(q) + from), V.row_stride, V.column_stride};
+        });
+    }
+
+    Piece piece(Index block, Index q) const {
+        const Index from = columns.from(p, block, q);
+        return {block * p.k, columns.column(q) + from, p.size_of(block), columns.width(q) - from,
+                p.triangular(), p.kind == Kind::compact};
+    }
+
+    // V is read as it lies, except where the triangle ends, in a short block, and where reflectors are scaled.
+    bool packed(const Block &at, Index q) const {
+        return at.scaled || at.size != kp || !piece(at.number, q).whole();
+    }
+
+    // Asks for the block's entries in a panel ahead of their use.
+    template <bool to_write, class U> void prefetch_panel(const Strided<U> &of, Index block, Index q) const {
+        if (!far || q >= columns.panels || (of.column_stride != 1 && of.row_stride != 1)) return;
+        const Index kb = p.size_of(block), column = columns.column(q);
+        if (of.column_stride == 1)
+            prefetch<to_write>(&of(block * p.k, column), kb, of.row_stride, columns.width(q));
+        else
+            prefetch<to_write>(&of(block * p.k, column), columns.width(q), of.column_stride, kb);
+    }
+
+  private:
+    // Y of the block in one panel, with zeros for whatever is not there.
+    void pack(const Block &at, Index q, Index from, Index to) const {
+        FASTH_PHASE(pack);
+        const Piece piece = this->piece(at.number, q);
+        T *const place = at.packed + q * kp * p.panel;
+        const Index down = by_columns ? 1 : p.panel, along = by_columns ? kp : 1;
+        T *const y = place + from * along;
+        at.Y[q] = {y, down, along};
+        for (Index c = 0; c < (by_columns ? to - from : 0); ++c) {
+            const Index stop = piece.stop(c);
+            if (stop) std::memcpy(y + c * kp, &V(piece.row, piece.column + c), sizeof(T) * std::size_t(stop));
+            std::fill(y + c * kp + stop, y + (c + 1) * kp, T(0));
+        }
+        const bool at_once = V.column_stride == 1 && piece.width % p.packet == 0; // then all that is in memory is copied
+        if (at_once && !by_columns)
+            copy<T>(piece.rows, piece.width, {&V(piece.row, piece.column), V.row_stride}, {y, p.panel});
+        for (Index j = 0; j < (by_columns ? 0 : piece.rows); ++j) {
+            T *const row = y + j * p.panel;
+            const Index start = piece.start(j);
+            std::fill(row, row + start, T(0));
+            for (Index c = start; c < (at_once ? 0 : piece.width); ++c) row[c] = V(piece.row + j, piece.column + c);
+        }
+        for (Index j = piece.rows; j < (by_columns ? 0 : kp); ++j) std::fill_n(y + j * p.panel, to - from, T(0));
+        for (Index j = 0; piece.compact && j < piece.rows; ++j)
+            if (const Index c = piece.row + j - piece.column; c >= 0 && c < piece.width) y[j * down + c * along] = T(1);
+        for (Index j = 0; at.scaled && j < piece.rows; ++j) // exact, and right for subnormal numbers
+            for (Index c = 0; c < piece.width; ++c) y[j * down + c * along] /= at.scale[j];
+    }
+};
+
+// Scales and T of whole blocks, one after the other.
+template <class T> class Factors {
+    using Own = typename Workspace<T>::Own;
+
+    const Problem &p;
+    const Reflectors<T> reflectors;
+    Own &own;
+    const Index kp;
+
+  public:
+    Factors(const Problem &p, Strided<const T> V, Own &own)
+        : p(p), reflectors(p, V, Columns(p, 1, 0)), own(own), kp(p.padded_k()) {}
+
+    void find(Index block, const Kept<T> &to) const {
+        T *const scales = to.scales + block * p.k;
+        std::fill_n(scales, p.size_of(block), T(1));
+        reflectors.prepare(own.whole, block, scales);
+        form_gram();
+        if (!lengths_are_safe()) {
+            find_scales(scales);
+            reflectors.prepare(own.whole, block, scales);
+            form_gram();
+        }
+        invert();
+        FASTH_PHASE(keep);
+        to.put_factor(block, own.factor);
+    }
+
+  private:
+    // G = Y Yᵀ from the diagonal on: inner products of rows, as long as they are in whole packets.
+    void form_gram() const {
+        const auto in_packets = [&](Index q, Index from, Index to) {
+            return has_inner_products<T> && own.whole.Y[q].column_stride == 1 && (to - from) % p.packet == 0;
+        };
+        FASTH_PHASE(gram);
+        Index count = 0;
+        reflectors.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
+            if (!in_packets(q, from, to)) return;
+            const Strided<const T> y = own.whole.Y[q];
+            Span<T> *const last = own.spans + count - 1;
+            if (count && last->data + last->columns == y.data && last->row_stride == y.row_stride)
+                last->columns += to - from;
+            else
+                own.spans[count++] = {y.data, y.row_stride, to - from};
+        });
+        std::fill(own.G, own.G + kp * kp, T(0));
+        if constexpr (has_inner_products<T>)
+            if (count) inner_products<T>(kp, own.spans, count, {own.G, kp});
+        reflectors.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
+            if (!in_packets(q, from, to)) add_gram(q, from, to);
+        });
+    }
+    // G += Y Yᵀ in one panel, above the diagonal, more or less: what lies left of it in steps of `padding` is left out.
+    void add_gram(Index q, Index from, Index to) const {
+        const Index kb = own.whole.size;
+        const Matrix<const T> yt = transposed(q, from, to);
+        for (Index j = 0; j < kb; j += padding) {
+            const Matrix<T> place{own.G + j * kp + j, kp};
+            product<Result::add, T>(std::min(padding, kb - j), kp - j,
+                                    {to - from, yt.data + j, 1, yt.row_stride, {yt.data + j, yt.row_stride}},
+                                    {place.data, kp}, place);
+        }
+    }
+    // Yᵀ of the block in one panel from a column on, with kp numbers in a row.
+    Matrix<const T> transposed(Index q, Index from, Index to) const {
+        const Strided<const T> y = own.whole.Y[q];
+        if (reflectors.by_columns) return {y.data, y.column_stride};
+        if (reflectors.packed(own.whole, q)) {
+            transpose<T>(kp, p.panel, {y.data - from, y.row_stride}, {own.turned, kp});
+            return {own.turned + from * kp, kp};
+        }
+        if (y.column_stride == 1 && (to - from) % p.packet == 0)
+            transpose<T>(kp, to - from, {y.data, y.row_stride}, {own.turned, kp});
+        else
+            for (Index c = 0; c < to - from; ++c)
+                for (Index j = 0; j < kp; ++j) own.turned[c * kp + j] = y(j, c);
+        return {own.turned, kp};
+    }
+
+    // Within these bounds no product of lengths and their inverses leaves the range of float32. NaN is not within.
+    bool lengths_are_safe() const {
+        for (Index j = 0; j < own.whole.size; ++j)
+            if (const T length = own.G[j * kp + j]; !(length > T(1e-12) && length < T(1e12))) return false;
+        return true;
+    }
+    // The power of two below a reflector's largest entry.
+    void find_scales(T *scales) const {
+        for (Index j = 0; j < own.whole.size; ++j) {
+            T largest = 0;
+            reflectors.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
+                for (Index c = 0; c < to - from; ++c) largest = std::max(largest, std::abs(own.whole.Y[q](j, c)));
+            });
+            scales[j] = largest > 0 && std::isfinite(largest) ? std::ldexp(T(1), std::ilogb(largest)) : T(1);
+        }
+    }
+
+    // T = B⁻¹: (kp, kp) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first; rows that are only
+    // there as padding are those of the identity. A zero reflector has T = 1 and Y = 0.
+    void invert() const {
+        FASTH_PHASE(invert);
+        const T *const G = own.G;
+        T diagonal[padding];
+        for (Index j = kp - padding; j >= 0; j -= padding) {
+            for (Index i = 0; i < padding; ++i) {
+                const T half = j + i < own.whole.size ? G[(j + i) * kp + j + i] / 2 : T(0);
+                diagonal[i] = half == 0 ? T(1) : 1 / half;
+            }
+            T *const rows = own.factor + j * kp;
+            invert_square<T>({G + j * kp + j, kp}, diagonal, {rows + j, kp});
+            const Index right = j + padding, rest = kp - right; // −T_jj B_j,rest T_rest,rest
+            if (rest == 0) continue;
+            product<Result::set, T>(padding, rest, {rest, G + j * kp + right, kp, 1, {own.factor + right * kp + right, kp}},
+                                    {nullptr, 0}, {own.N, rest});
+            product<Result::negative, T>(padding, rest, {padding, rows + j, kp, 1, {own.N, rest}, Shape::upper_left},
+                                         {nullptr, 0}, {rows + right, kp});
+        }
+    }
+};
+
+} // namespace fasth
