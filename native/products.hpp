@@ -241,6 +241,30 @@ template <class T> inline void copy(Index rows, Index columns, Matrix<const T> f
                                      Eigen::internal::ploadu<Packet<T>>(from.data + i * from.row_stride + j));
 }
 
+// to = from, for whole packets, and zero in row i before column start(i), or from column stop(i) on: whatever stands there.
+template <class T> struct Masks { // a packet of zeros, one of ones, and one of zeros, of bits
+    T bits[3 * packet_size<T>] = {};
+    Masks() { std::memset(bits + packet_size<T>, 0xff, sizeof(T) * packet_size<T>); }
+};
+template <class T> inline const Masks<T> masks;
+
+template <class T, class Bound>
+FASTH_INLINE void copy_masked(Index rows, Index columns, Matrix<const T> from, Matrix<T> to, const Bound &bound, Index first) {
+    using namespace Eigen::internal;
+    constexpr Index width = packet_size<T>;
+    for (Index i = 0; i < rows; ++i)
+        for (Index j = 0, limit = bound(i); j < columns; j += width) {
+            const auto mask = ploadu<Packet<T>>(masks<T>.bits + first - std::clamp<Index>(limit - j, 0, width));
+            pstoreu(to.data + i * to.row_stride + j, pand(ploadu<Packet<T>>(from.data + i * from.row_stride + j), mask));
+        }
+}
+template <class T, class Bound> void copy_from(Index rows, Index columns, Matrix<const T> from, Matrix<T> to, const Bound &start) {
+    copy_masked<T>(rows, columns, from, to, start, packet_size<T>);
+}
+template <class T, class Bound> void copy_up_to(Index rows, Index columns, Matrix<const T> from, Matrix<T> to, const Bound &stop) {
+    copy_masked<T>(rows, columns, from, to, stop, 2 * packet_size<T>);
+}
+
 // The sum of each of as many packets as a packet has numbers.
 template <class T> FASTH_INLINE Packet<T> sums_of(Square<T> &square) {
     auto *const s = square.packet;

@@ -3,11 +3,10 @@
 // The notation is that of src/fasth/reflections/README.md; README.md beside this file says why it is done this way.
 #pragma once
 
-#include <cstdint>
 #include <cstring>
 #include <utility>
 
-#include "reflectors.hpp"
+#include "gradient.hpp"
 
 namespace fasth {
 
@@ -31,6 +30,7 @@ template <class T> class Member {
     const Columns columns;
     const Reflectors<T> reflectors;
     const Index kp, lanes, stride; // the stride is that from one column of x to the next
+    const T *S = nullptr;          // Sᵀ: (kp, lanes) for each set of rows
     int turn = 0;                  // which place for sums is next
     Index awaited = 0;             // how many sums of each other member are on their way
     T *awaited_slots = nullptr;
@@ -135,7 +135,7 @@ template <class T> class Member {
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const auto turn_of = [&](Index step, const Block &at) {
             kept.get_factor(at.number, own.factor);
-            multiply_by_factor(own.S, own.factor, p.transpose, own.Zt);
+            multiply_by_factor(S, own.factor, p.transpose, own.Zt);
             if (step + 1 < p.blocks()) kept.prefetch_factor(p.block_at(step + 1, p.transpose));
             if (kept.Z && team.rank == 0) {
                 FASTH_PHASE(keep);
@@ -160,19 +160,30 @@ template <class T> class Member {
         // The others wait for the sums of the next block, not for ∂Y. So a team first does what they wait for.
         const bool later = dV.data && kept.Z && team.size > 1;
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
+        const Gradient<T> gradient(p, reflectors, own, dV);
+        const auto begin = [&](const Block &at) {
+            transpose<T>(kp, lanes, {own.Zt, stride}, {own.R, kp});
+            if (!kept.Z) { // the way back gives −Z
+                transpose<T>(kp, lanes, {own.Zt + kp * stride, stride}, {own.Z, kp});
+                for (Index i = 0; i < lanes * kp; ++i) own.Z[i] = -own.Z[i];
+            }
+            gradient.begin(at, Z_of(at), own.R, team);
+        };
+        const auto of_panel = [&](const Block &at, Index q, Index from, Index to, const T *g) {
+            gradient.of_panel(at, q, from, to, Z_of(at), own.R, g, after_block(at, q, states));
+        };
         const auto turn_of = [&](Index step, const Block &at) {
             kept.get_factor(at.number, own.factor);
             for (int set = 0; set < sets; ++set)
-                multiply_by_factor(own.S + set * kp * stride, own.factor, way, own.Zt + set * kp * stride);
+                multiply_by_factor(S + set * kp * stride, own.factor, way, own.Zt + set * kp * stride);
             if (step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
                 kept.prefetch_factor(next);
                 if (kept.Z) prefetch<false>(kept.Z_of(next), lanes, kp, kp);
             }
-            const BlockGradient gradient(*this, at, states, dV);
-            if (dV.data && !later) gradient.begin();
+            if (dV.data && !later) begin(at);
             return [=, &at](Index q, Index from, Index to) {
-                if (dV.data && !later) gradient.of_panel(q, from, to, now(q));
+                if (dV.data && !later) of_panel(at, q, from, to, now(q));
                 T *const mine = own.rows[0] + q * p.panel_size();
                 T *const after = later && now(q) == mine ? own.others + q * p.panel_size() : mine;
                 update(at, q, from, to, own.Zt, now(q), after);
@@ -184,16 +195,14 @@ template <class T> class Member {
         };
         const auto finish = [&](const Block &at) {
             if (!later) return;
-            const BlockGradient gradient(*this, at, states, dV);
-            gradient.begin();
+            begin(at);
             reflectors.for_panels(at.number, [&](Index q, Index from, Index to) {
-                gradient.of_panel(q, from, to, own.before[q]);
+                of_panel(at, q, from, to, own.before[q]);
                 fetch_when_complete();
             });
         };
         sweep(way, sets, turn_of, finish);
-        if (dV.data && p.fills()) clear(dV, p.reflectors(), p.r, p.d);
-        fence();
+        if (dV.data) gradient.finish(team);
     }
 
   private:
@@ -201,6 +210,14 @@ template <class T> class Member {
     // action(panel, its first column, how many) on every panel.
     template <class Action> void for_panels(const Action &action) const {
         for (Index q = 0; q < columns.panels; ++q) action(q, columns.column(q), columns.width(q));
+    }
+    const T *Z_of(const Block &at) const { return kept.Z ? kept.Z_of(at.number) : own.Z; }
+    // The rows after a block: a state, or the output, in the second set of rows, which runs back where there are no states.
+    const T *after_block(const Block &at, Index q, const States<T> &states) const {
+        if (!kept.Z || at.number == p.block_at(0, !p.transpose)) return own.rows[1] + q * p.panel_size();
+        const T *const after = states.of(at.number, q);
+        if (reflectors.far && q + 1 < columns.panels) prefetch<false>(after + p.panel_size(), 1, 0, p.panel_size());
+        return after;
     }
     template <class Entry> static T sum_of(Index count, const Entry &entry) { // several sums at once, then these
         constexpr Index width = packet_size<T>;
@@ -268,15 +285,18 @@ template <class T> class Member {
         fetched = true;
     }
 
-    // own.S: the sums of all members, which each adds up in the same order.
+    // S: the sums of all members, which each adds up in the same order.
     void collect() {
         FASTH_PHASE(meet);
+        S = awaited_slots;
+        if (team.size == 1) return;
         team.wait();
         std::copy(awaited_slots, awaited_slots + awaited, own.S);
         for (int member = 1; member < team.size; ++member) {
             const T *const part = awaited_slots + member * shared.sum_size;
             for (Index i = 0; i < awaited; ++i) own.S[i] += part[i];
         }
+        S = own.S;
     }
 
     // Sᵀ += Y · rowsᵀ in one panel, for every set of rows.
@@ -308,145 +328,6 @@ template <class T> class Member {
         const Term<T> term = upper ? Term<T>{kp, factor, 1, kp, right, Shape::lower_left}
                                    : Term<T>{kp, factor, kp, 1, right, Shape::upper_left};
         product<Result::set, T>(kp, lanes, term, {nullptr, 0}, {Zt, stride});
-    }
-
-    // −Nᵀ = striu(M − Mᵀ) with M = ZᵀR for x Qᵀ, stril for x Q.
-    void antisymmetric_half(const T *Z, const T *R) const {
-        FASTH_PHASE(antisymmetric);
-        T *const N = own.N, *const Mt = own.N + kp * kp;
-        product<Result::set, T>(kp, kp, {p.m, Z, 1, kp, {R, kp}}, {nullptr, 0}, {N, kp});
-        transpose<T>(kp, kp, {N, kp}, {Mt, kp});
-        for (Index i = 0; i < kp * kp; ++i) N[i] -= Mt[i];
-        for (Index i = 0; i < kp; ++i) { // a product reads no more of the other half than the squares on the diagonal
-            const Index square = i / padding * padding, diagonal = i - square;
-            T *const row = N + i * kp + square;
-            for (Index j = 0; j < padding; ++j) row[j] = (p.transpose ? j < diagonal : j > diagonal) ? row[j] : T(0);
-        }
-    }
-
-    // The gradient of a block's reflectors, once Rᵀ, in own.Zt, is known.
-    struct BlockGradient {
-        const Member &member;
-        const Block &at;
-        const Strided<T> dV;
-        const T *Z;
-        const States<T> states; // the rows after the block, unless they are the output, in the second set of rows
-        const bool kept_state;
-
-        BlockGradient(const Member &member, const Block &at, const States<T> &states, Strided<T> dV)
-            : member(member), at(at), dV(dV), Z(member.kept.Z ? member.kept.Z_of(at.number) : member.own.Z), states(states),
-              kept_state(member.kept.Z && at.number != member.p.block_at(0, !member.p.transpose)) {}
-        void begin() const {
-            const Problem &p = member.p;
-            const Index kp = member.kp, lanes = member.lanes, stride = member.stride, start = at.number * p.k;
-            transpose<T>(kp, lanes, {member.own.Zt, stride}, {member.own.R, kp});
-            if (Z == member.own.Z) { // the way back gives −Z
-                transpose<T>(kp, lanes, {member.own.Zt + kp * stride, stride}, {member.own.Z, kp});
-                for (Index i = 0; i < lanes * kp; ++i) member.own.Z[i] = -member.own.Z[i];
-            }
-            member.antisymmetric_half(Z, member.own.R);
-            if (p.fills()) member.clear(dV, start, start + at.size, p.first_column(at.number));
-        }
-        void of_panel(Index q, Index from, Index to, const T *g) const {
-            const Index size = member.p.panel_size();
-            const T *const after = kept_state ? states.of(at.number, q) : member.own.rows[1] + q * size;
-            if (kept_state && member.reflectors.far && q + 1 < member.columns.panels) prefetch<false>(after + size, 1, 0, size);
-            if (!member.streams(dV)) member.reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
-            member.gradient_of_panel(at, q, from, to, Z, g, after, dV);
-        }
-    };
-
-    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV; computed as its transpose.
-    void gradient_of_panel(const Block &at, Index q, Index from, Index to, const T *Z, const T *g, const T *after,
-                           Strided<T> dV) const {
-        FASTH_PHASE(gradient);
-        const Index kb = at.size;
-        const Strided<const T> y = at.Y[q];
-        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
-                                   p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
-                                  {p.m, g + from * stride, stride, 1, {Z, kp}},
-                                  {p.m, after + from * stride, stride, 1, {own.R, kp}}};
-        const Piece piece = reflectors.piece(at.number, q);
-        if (dV.row_stride == 1 && dV.column_stride != 1 && !reflectors.packed(at, q)) {
-            const Matrix<T> place{&dV(piece.row, piece.column), dV.column_stride};
-            if (p.adds) return product<Result::subtract, T>(to - from, kp, terms, {place.data, place.row_stride}, place);
-            return streams(dV) ? product<Result::negative_streamed, T>(to - from, kp, terms, {nullptr, 0}, place)
-                               : product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, place);
-        }
-        product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, {own.dY, kp});
-        for (Index c = 0; at.scaled && c < to - from; ++c)
-            for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
-        if (dV.column_stride == 1)
-            store_in_rows(piece, !reflectors.packed(at, q) && piece.width % p.packet == 0, dV);
-        else
-            store_in_columns(piece, dV);
-    }
-
-    // own.dY into its place, where that is stored by rows.
-    void store_in_rows(const Piece &at, bool whole_packets, Strided<T> dV) const {
-        if (whole_packets && !p.adds) { // the usual case
-            const bool streamed = streams(dV) && at.column % p.packet == 0;
-            for (Index j = 0; j < at.rows; j += p.packet)
-                for (Index c = 0; c < at.width; c += p.packet) {
-                    Square<T> square;
-                    load_transposed(own.dY + c * kp + j, kp, square);
-                    T *const place = &dV(at.row + j, at.column + c);
-#pragma GCC unroll 16
-                    for (Index l = 0; l < packet_size<T>; ++l)
-                        streamed ? stream(place + l * dV.row_stride, square.packet[l])
-                                 : Eigen::internal::pstoreu(place + l * dV.row_stride, square.packet[l]);
-                }
-            return;
-        }
-        transpose<T>(p.panel, kp, {own.dY, kp}, {own.turned, p.panel});
-        for (Index j = 0; j < at.rows; ++j) {
-            const T *const row = own.turned + j * p.panel;
-            const Index start = at.start(j);
-            if (p.fills()) std::fill_n(&dV(at.row + j, at.column), start, T(0));
-            if (p.adds)
-                for (Index c = start; c < at.width; ++c) dV(at.row + j, at.column + c) += row[c];
-            else if (start < at.width)
-                std::memcpy(&dV(at.row + j, at.column + start), row + start, sizeof(T) * std::size_t(at.width - start));
-        }
-    }
-    void store_in_columns(const Piece &at, Strided<T> dV) const {
-        for (Index c = 0; c < at.width; ++c) {
-            const Index stop = at.stop(c);
-            for (Index j = 0; j < stop; ++j) {
-                T &place = dV(at.row + j, at.column + c);
-                place = own.dY[c * kp + j] + (p.adds ? place : T(0));
-            }
-            for (Index j = stop; j < (p.fills() ? at.rows : 0); ++j) dV(at.row + j, at.column + c) = T(0);
-        }
-    }
-
-    // Whether the gradient of V is so large that it would leave the caches before anybody reads it, and lies such that
-    // whole packets of a panel, or of a block where it is stored by columns, can be written past them.
-    bool streams(const Strided<T> &dV) const {
-        constexpr Index line = 64, size = sizeof(T);
-        const bool by_rows = dV.column_stride == 1 && dV.row_stride * size % line == 0;
-        const bool by_columns = dV.row_stride == 1 && p.k * size % line == 0 && dV.column_stride * size % line == 0;
-        return reflectors.far && (by_rows || by_columns) &&
-               reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
-    }
-
-    // Zeros in dV: rows `from` to `to`, columns before `end`; the members share them.
-    void clear(Strided<T> dV, Index from, Index to, Index end) const {
-        FASTH_PHASE(clear);
-        const auto fill = [&](T *start, Index count) {
-            const Index bytes = packet_size<T> * Index(sizeof(T));
-            if (streams(dV) && count % packet_size<T> == 0 && reinterpret_cast<std::uintptr_t>(start) % bytes == 0)
-                for (Index c = 0; c < count; c += packet_size<T>) stream(start + c, Eigen::internal::pset1<Packet<T>>(T(0)));
-            else
-                std::memset(start, 0, sizeof(T) * std::size_t(count));
-        };
-        if (dV.column_stride == 1)
-            for (Index i = from + team.rank; i < to; i += team.size) fill(&dV(i, 0), end);
-        else if (dV.row_stride == 1)
-            for (Index c = team.rank; c < (from < to ? end : 0); c += team.size) fill(&dV(from, c), to - from);
-        else
-            for (Index i = from + team.rank; i < to; i += team.size)
-                for (Index c = 0; c < end; ++c) dV(i, c) = T(0);
     }
 };
 

@@ -89,21 +89,16 @@ template <class T> struct Reflectors {
         const Index down = by_columns ? 1 : p.panel, along = by_columns ? kp : 1;
         T *const y = place + from * along;
         at.Y[q] = {y, down, along};
-        for (Index c = 0; c < (by_columns ? to - from : 0); ++c) {
-            const Index stop = piece.stop(c);
-            if (stop) std::memcpy(y + c * kp, &V(piece.row, piece.column + c), sizeof(T) * std::size_t(stop));
-            std::fill(y + c * kp + stop, y + (c + 1) * kp, T(0));
+        const T *const source = &V(piece.row, piece.column);
+        if (by_columns && piece.rows == kp) {
+            copy_up_to<T>(piece.width, kp, {source, V.column_stride}, {y, kp}, [&](Index c) { return piece.stop(c); });
+        } else if (V.column_stride == 1 && piece.rows == kp && piece.width % p.packet == 0) {
+            copy_from<T>(kp, piece.width, {source, V.row_stride}, {y, p.panel}, [&](Index j) { return piece.start(j); });
+        } else {
+            for (Index c = 0; c < to - from; ++c)
+                for (Index j = 0; j < kp; ++j)
+                    y[j * down + c * along] = j < piece.rows && c >= piece.start(j) ? V(piece.row + j, piece.column + c) : T(0);
         }
-        const bool at_once = V.column_stride == 1 && piece.width % p.packet == 0; // then all that is in memory is copied
-        if (at_once && !by_columns)
-            copy<T>(piece.rows, piece.width, {&V(piece.row, piece.column), V.row_stride}, {y, p.panel});
-        for (Index j = 0; j < (by_columns ? 0 : piece.rows); ++j) {
-            T *const row = y + j * p.panel;
-            const Index start = piece.start(j);
-            std::fill(row, row + start, T(0));
-            for (Index c = start; c < (at_once ? 0 : piece.width); ++c) row[c] = V(piece.row + j, piece.column + c);
-        }
-        for (Index j = piece.rows; j < (by_columns ? 0 : kp); ++j) std::fill_n(y + j * p.panel, to - from, T(0));
         for (Index j = 0; piece.compact && j < piece.rows; ++j)
             if (const Index c = piece.row + j - piece.column; c >= 0 && c < piece.width) y[j * down + c * along] = T(1);
         for (Index j = 0; at.scaled && j < piece.rows; ++j) // exact, and right for subnormal numbers

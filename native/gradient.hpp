@@ -1,0 +1,147 @@
+// The gradient of V, block by block.
+#pragma once
+
+#include <cstdint>
+
+#include "reflectors.hpp"
+
+namespace fasth {
+
+template <class T> class Gradient {
+    using Block = typename Workspace<T>::Block;
+
+    const Problem &p;
+    const Reflectors<T> &reflectors;
+    const typename Workspace<T>::Own &own;
+    const Strided<T> dV;
+    const Index kp, stride;
+
+  public:
+    Gradient(const Problem &p, const Reflectors<T> &reflectors, const typename Workspace<T>::Own &own, Strided<T> dV)
+        : p(p), reflectors(reflectors), own(own), dV(dV), kp(p.padded_k()), stride(p.lane_stride()) {}
+
+    // A block's gradient begins with Z and R, both (lanes, kp).
+    void begin(const Block &at, const T *Z, const T *R, const Team &team) const {
+        antisymmetric_half(Z, R);
+        if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_column(at.number), team);
+    }
+    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV; computed as its transpose.
+    void of_panel(const Block &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
+        FASTH_PHASE(gradient);
+        if (!streams()) reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
+        const Index kb = at.size;
+        const Strided<const T> y = at.Y[q];
+        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
+                                   p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
+                                  {p.m, g + from * stride, stride, 1, {Z, kp}},
+                                  {p.m, after + from * stride, stride, 1, {R, kp}}};
+        const Piece piece = reflectors.piece(at.number, q);
+        if (dV.row_stride == 1 && dV.column_stride != 1 && !reflectors.packed(at, q)) {
+            const Matrix<T> place{&dV(piece.row, piece.column), dV.column_stride};
+            if (p.adds) return product<Result::subtract, T>(to - from, kp, terms, {place.data, place.row_stride}, place);
+            return streams() ? product<Result::negative_streamed, T>(to - from, kp, terms, {nullptr, 0}, place)
+                               : product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, place);
+        }
+        product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, {own.dY, kp});
+        for (Index c = 0; at.scaled && c < to - from; ++c)
+            for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
+        if (dV.column_stride == 1)
+            store_in_rows(piece, !reflectors.packed(at, q) && piece.width % p.packet == 0);
+        else
+            store_in_columns(piece);
+    }
+
+    // Zeros for the reflectors that are left out.
+    void finish(const Team &team) const {
+        if (p.fills()) clear(p.reflectors(), p.r, p.d, team);
+        fence();
+    }
+
+  private:
+    // own.dY into its place, where that is stored by rows.
+    void store_in_rows(const Piece &at, bool whole_packets) const {
+        if (whole_packets && !p.adds) { // the usual case
+            const bool streamed = streams() && at.column % p.packet == 0;
+            for (Index j = 0; j < at.rows; j += p.packet)
+                for (Index c = 0; c < at.width; c += p.packet) {
+                    Square<T> square;
+                    load_transposed(own.dY + c * kp + j, kp, square);
+                    T *const place = &dV(at.row + j, at.column + c);
+#pragma GCC unroll 16
+                    for (Index l = 0; l < packet_size<T>; ++l)
+                        streamed ? stream(place + l * dV.row_stride, square.packet[l])
+                                 : Eigen::internal::pstoreu(place + l * dV.row_stride, square.packet[l]);
+                }
+            return;
+        }
+        transpose<T>(p.panel, kp, {own.dY, kp}, {own.turned, p.panel});
+        if (p.fills() && at.width % p.packet == 0)
+            return copy_from<T>(at.rows, at.width, {own.turned, p.panel}, {&dV(at.row, at.column), dV.row_stride},
+                                [&](Index j) { return at.start(j); });
+        for (Index j = 0; j < at.rows; ++j) {
+            const T *const row = own.turned + j * p.panel;
+            const Index start = at.start(j);
+            if (p.fills()) std::fill_n(&dV(at.row + j, at.column), start, T(0));
+            if (p.adds)
+                for (Index c = start; c < at.width; ++c) dV(at.row + j, at.column + c) += row[c];
+            else if (start < at.width)
+                std::memcpy(&dV(at.row + j, at.column + start), row + start, sizeof(T) * std::size_t(at.width - start));
+        }
+    }
+    void store_in_columns(const Piece &at) const {
+        for (Index c = 0; c < at.width; ++c) {
+            const Index stop = at.stop(c);
+            if (dV.row_stride == 1 && !p.adds && stop)
+                std::memcpy(&dV(at.row, at.column + c), own.dY + c * kp, sizeof(T) * std::size_t(stop));
+            for (Index j = dV.row_stride == 1 && !p.adds ? stop : 0; j < stop; ++j) {
+                T &place = dV(at.row + j, at.column + c);
+                place = own.dY[c * kp + j] + (p.adds ? place : T(0));
+            }
+            for (Index j = stop; j < (p.fills() ? at.rows : 0); ++j) dV(at.row + j, at.column + c) = T(0);
+        }
+    }
+
+    // Whether the gradient of V is so large that it would leave the caches before anybody reads it, and lies such that
+    // whole packets of a panel, or of a block where it is stored by columns, can be written past them.
+    bool streams() const {
+        constexpr Index line = 64, size = sizeof(T);
+        const bool by_rows = dV.column_stride == 1 && dV.row_stride * size % line == 0;
+        const bool by_columns = dV.row_stride == 1 && p.k * size % line == 0 && dV.column_stride * size % line == 0;
+        return reflectors.far && (by_rows || by_columns) &&
+               reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
+    }
+
+    // Zeros in dV: rows `from` to `to`, columns before `end`; the members share them.
+    void clear(Index from, Index to, Index end, const Team &team) const {
+        FASTH_PHASE(clear);
+        const auto fill = [&](T *start, Index count) {
+            const Index bytes = packet_size<T> * Index(sizeof(T));
+            if (streams() && count % packet_size<T> == 0 && reinterpret_cast<std::uintptr_t>(start) % bytes == 0)
+                for (Index c = 0; c < count; c += packet_size<T>) stream(start + c, Eigen::internal::pset1<Packet<T>>(T(0)));
+            else
+                std::memset(start, 0, sizeof(T) * std::size_t(count));
+        };
+        if (dV.column_stride == 1)
+            for (Index i = from + team.rank; i < to; i += team.size) fill(&dV(i, 0), end);
+        else if (dV.row_stride == 1)
+            for (Index c = team.rank; c < (from < to ? end : 0); c += team.size) fill(&dV(from, c), to - from);
+        else
+            for (Index i = from + team.rank; i < to; i += team.size)
+                for (Index c = 0; c < end; ++c) dV(i, c) = T(0);
+    }
+    // −Nᵀ = striu(M − Mᵀ) with M = ZᵀR for x Qᵀ, stril for x Q.
+    void antisymmetric_half(const T *Z, const T *R) const {
+        FASTH_PHASE(antisymmetric);
+        T *const N = own.N, *const Mt = own.N + kp * kp;
+        product<Result::set, T>(kp, kp, {p.m, Z, 1, kp, {R, kp}}, {nullptr, 0}, {N, kp});
+        transpose<T>(kp, kp, {N, kp}, {Mt, kp});
+        for (Index i = 0; i < kp * kp; ++i) N[i] -= Mt[i];
+        for (Index i = 0; i < kp; ++i) { // a product reads no more of the other half than the squares on the diagonal
+            const Index square = i / padding * padding, diagonal = i - square;
+            T *const row = N + i * kp + square;
+            for (Index j = 0; j < padding; ++j) row[j] = (p.transpose ? j < diagonal : j > diagonal) ? row[j] : T(0);
+        }
+    }
+};
+
+} // namespace fasth
