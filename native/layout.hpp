@@ -164,6 +164,8 @@ template <class T> struct Workspace {
     T *sums[3] = {};
     Index sum_size;
     T *factors; // scales and T of every block, where they are not kept
+    T *grams;   // of some blocks, of which each member has a summand: (blocks, members, kp, kp)
+    static constexpr Index most_grams = 16;
 
     struct Block {
         Index number, size; // of reflectors
@@ -185,6 +187,7 @@ template <class T> struct Workspace {
     Workspace(const Problem &p, int members, int sets, Arena &arena)
         : sum_size(sets * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members, false))) {
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
+        grams = arena.take<T>(most_grams * members * p.padded_k() * p.padded_k());
     }
     static Own own(const Problem &p, int members, int sets, Arena &arena) {
         const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most

@@ -46,12 +46,15 @@ template <class T> class Member {
         std::fill(own.factor, own.factor + kp * kp, T(0));
     }
 
-    // This member's share of all T, which is needed before anything else. The team has to meet after it.
+    // This member's share of all T. The team has to meet after it.
     void find_factors() {
         const Factors<T> factors(p, V, own);
         for (Index block = 0; block < p.blocks(); ++block)
             if (columns.owner(block) == team.rank) factors.find(block, kept);
     }
+    // Whether `forward` finds T on its way, for some blocks at a time, so that a large V is fetched only once. If not,
+    // find_factors has to come before.
+    bool finds_factors() const { return p.r * p.d * Index(sizeof(T)) > Index(3) << 20; }
 
     void load(Strided<const T> source, int set = 0) {
         for_panels([&](Index q, Index column, Index width) {
@@ -149,7 +152,11 @@ template <class T> class Member {
                 own.now[q] = after;
             };
         };
-        sweep(p.transpose, 1, turn_of, [](const Block &) {});
+        for (Index step = 0, end; step < p.blocks(); step = end) {
+            end = finds_factors() ? end_of_group(step) : p.blocks();
+            if (finds_factors()) find_factors(step, end);
+            sweep(p.transpose, step, end, 1, turn_of, [](const Block &) {});
+        }
     }
 
     // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
@@ -201,7 +208,7 @@ template <class T> class Member {
                 fetch_when_complete();
             });
         };
-        sweep(way, sets, turn_of, finish);
+        sweep(way, 0, p.blocks(), sets, turn_of, finish);
         if (dV.data) gradient.finish(team);
     }
 
@@ -230,19 +237,46 @@ template <class T> class Member {
         return sum;
     }
 
+    // T of the blocks that act as numbers `from` to `to`: G first, of which each member has a summand.
+    void find_factors(Index from, Index to) {
+        const Factors<T> factors(p, V, own);
+        const Index size = kp * kp;
+        const auto gram = [&](Index step, int rank) { return shared.grams + ((step - from) * team.size + rank) * size; };
+        for (Index step = from; step < to; ++step)
+            factors.find_gram(reflectors, p.block_at(step, p.transpose), gram(step, team.rank));
+        team.meet();
+        for (Index step = from + team.rank; step < to; step += team.size) {
+            std::copy(gram(step, 0), gram(step, 0) + size, own.G);
+            for (int rank = 1; rank < team.size; ++rank)
+                for (Index i = 0; i < size; ++i) own.G[i] += gram(step, rank)[i];
+            factors.finish(p.block_at(step, p.transpose), kept);
+        }
+        team.meet();
+    }
+    Index end_of_group(Index step) const {
+        const Index first = step;
+        for (Index bytes = 0; step < p.blocks() && step < first + Workspace<T>::most_grams; ++step) {
+            const Index block = p.block_at(step, p.transpose);
+            bytes += (p.d - p.first_column(block)) * p.k * Index(sizeof(T)) / team.size;
+            if (bytes > Index(1) << 19 && step > first) break;
+        }
+        return step;
+    }
+
     // One block after the other: S = rows · Yᵀ is added up over the team; `turn_of(step, block)` makes of it what the
     // block needs, and gives back what to do to a panel, after which the panel's part of the next S is computed, while it
     // is at hand. What fills the time until the others' sums are there: `finish(block)` for the block before.
-    template <class Turn, class Finish> void sweep(bool way, int sets, const Turn &turn_of, const Finish &finish) {
-        if (p.blocks() == 0) return;
+    template <class Turn, class Finish>
+    void sweep(bool way, Index begin, Index end, int sets, const Turn &turn_of, const Finish &finish) {
+        if (begin == end) return;
         Block *at = &own.blocks[0], *next = &own.blocks[1];
         T *sums = begin_sums(sets);
-        prepare(*at, p.block_at(0, way));
+        prepare(*at, p.block_at(begin, way));
         reflectors.for_panels(at->number, [&](Index q, Index from, Index to) { add_products(*at, q, from, to, sets, sums); });
-        for (Index step = 0; step < p.blocks(); ++step) {
-            const bool last = step + 1 == p.blocks();
+        for (Index step = begin; step < end; ++step) {
+            const bool last = step + 1 == end;
             announce(sets);
-            if (step > 0) finish(*next);
+            if (step > begin) finish(*next);
             if (!last) {
                 sums = begin_sums(sets);
                 prepare(*next, p.block_at(step + 1, way));

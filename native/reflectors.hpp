@@ -44,13 +44,13 @@ template <class T> struct Reflectors {
             action(q, columns.from(p, block, q), columns.width(q));
     }
 
-    // A block, with the scales given.
+    // A block, with the scales given, or none.
     void prepare(Block &at, Index block, const T *scales) const {
         const Index kb = p.size_of(block);
         at.number = block;
         at.size = kb;
-        std::copy(scales, scales + kb, at.scale);
-        at.scaled = std::any_of(at.scale, at.scale + kb, [](T s) { return s != T(1); });
+        if (scales) std::copy(scales, scales + kb, at.scale);
+        at.scaled = scales && std::any_of(scales, scales + kb, [](T s) { return s != T(1); });
         for_panels(block, [&](Index q, Index from, Index to) {
             if (packed(at, q))
                 pack(at, q, from, to);
@@ -106,43 +106,52 @@ template <class T> struct Reflectors {
     }
 };
 
-// Scales and T of whole blocks, one after the other.
+// Scales and T of blocks.
 template <class T> class Factors {
     using Own = typename Workspace<T>::Own;
 
     const Problem &p;
-    const Reflectors<T> reflectors;
+    const Reflectors<T> whole;
     Own &own;
     const Index kp;
 
   public:
     Factors(const Problem &p, Strided<const T> V, Own &own)
-        : p(p), reflectors(p, V, Columns(p, 1, 0)), own(own), kp(p.padded_k()) {}
+        : p(p), whole(p, V, Columns(p, 1, 0)), own(own), kp(p.padded_k()) {}
 
     void find(Index block, const Kept<T> &to) const {
+        find_gram(whole, block, own.G);
+        finish(block, to);
+    }
+    // G = Y Yᵀ from the diagonal on, of the columns given.
+    void find_gram(const Reflectors<T> &columns, Index block, T *G) const {
+        columns.prepare(own.whole, block, nullptr);
+        form_gram(columns, G);
+    }
+    // From G of all columns, in own.G, to T.
+    void finish(Index block, const Kept<T> &to) const {
         T *const scales = to.scales + block * p.k;
         std::fill_n(scales, p.size_of(block), T(1));
-        reflectors.prepare(own.whole, block, scales);
-        form_gram();
-        if (!lengths_are_safe()) {
+        if (!lengths_are_safe(p.size_of(block))) {
+            whole.prepare(own.whole, block, nullptr);
             find_scales(scales);
-            reflectors.prepare(own.whole, block, scales);
-            form_gram();
+            whole.prepare(own.whole, block, scales);
+            form_gram(whole, own.G);
         }
-        invert();
+        invert(p.size_of(block));
         FASTH_PHASE(keep);
         to.put_factor(block, own.factor);
     }
 
   private:
-    // G = Y Yᵀ from the diagonal on: inner products of rows, as long as they are in whole packets.
-    void form_gram() const {
+    // G from own.whole: inner products of rows, as long as they are in whole packets.
+    void form_gram(const Reflectors<T> &columns, T *G) const {
         const auto in_packets = [&](Index q, Index from, Index to) {
             return has_inner_products<T> && own.whole.Y[q].column_stride == 1 && (to - from) % p.packet == 0;
         };
         FASTH_PHASE(gram);
         Index count = 0;
-        reflectors.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
+        columns.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
             if (!in_packets(q, from, to)) return;
             const Strided<const T> y = own.whole.Y[q];
             Span<T> *const last = own.spans + count - 1;
@@ -151,29 +160,29 @@ template <class T> class Factors {
             else
                 own.spans[count++] = {y.data, y.row_stride, to - from};
         });
-        std::fill(own.G, own.G + kp * kp, T(0));
+        std::fill(G, G + kp * kp, T(0));
         if constexpr (has_inner_products<T>)
-            if (count) inner_products<T>(kp, own.spans, count, {own.G, kp});
-        reflectors.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
-            if (!in_packets(q, from, to)) add_gram(q, from, to);
+            if (count) inner_products<T>(kp, own.spans, count, {G, kp});
+        columns.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
+            if (!in_packets(q, from, to)) add_gram(columns, q, from, to, G);
         });
     }
     // G += Y Yᵀ in one panel, above the diagonal, more or less: what lies left of it in steps of `padding` is left out.
-    void add_gram(Index q, Index from, Index to) const {
+    void add_gram(const Reflectors<T> &columns, Index q, Index from, Index to, T *G) const {
         const Index kb = own.whole.size;
-        const Matrix<const T> yt = transposed(q, from, to);
+        const Matrix<const T> yt = transposed(columns, q, from, to);
         for (Index j = 0; j < kb; j += padding) {
-            const Matrix<T> place{own.G + j * kp + j, kp};
+            const Matrix<T> place{G + j * kp + j, kp};
             product<Result::add, T>(std::min(padding, kb - j), kp - j,
                                     {to - from, yt.data + j, 1, yt.row_stride, {yt.data + j, yt.row_stride}},
                                     {place.data, kp}, place);
         }
     }
     // Yᵀ of the block in one panel from a column on, with kp numbers in a row.
-    Matrix<const T> transposed(Index q, Index from, Index to) const {
+    Matrix<const T> transposed(const Reflectors<T> &columns, Index q, Index from, Index to) const {
         const Strided<const T> y = own.whole.Y[q];
-        if (reflectors.by_columns) return {y.data, y.column_stride};
-        if (reflectors.packed(own.whole, q)) {
+        if (columns.by_columns) return {y.data, y.column_stride};
+        if (columns.packed(own.whole, q)) {
             transpose<T>(kp, p.panel, {y.data - from, y.row_stride}, {own.turned, kp});
             return {own.turned + from * kp, kp};
         }
@@ -186,8 +195,8 @@ template <class T> class Factors {
     }
 
     // Within these bounds no product of lengths and their inverses leaves the range of float32. NaN is not within.
-    bool lengths_are_safe() const {
-        for (Index j = 0; j < own.whole.size; ++j)
+    bool lengths_are_safe(Index kb) const {
+        for (Index j = 0; j < kb; ++j)
             if (const T length = own.G[j * kp + j]; !(length > T(1e-12) && length < T(1e12))) return false;
         return true;
     }
@@ -195,7 +204,7 @@ template <class T> class Factors {
     void find_scales(T *scales) const {
         for (Index j = 0; j < own.whole.size; ++j) {
             T largest = 0;
-            reflectors.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
+            whole.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
                 for (Index c = 0; c < to - from; ++c) largest = std::max(largest, std::abs(own.whole.Y[q](j, c)));
             });
             scales[j] = largest > 0 && std::isfinite(largest) ? std::ldexp(T(1), std::ilogb(largest)) : T(1);
@@ -204,13 +213,13 @@ template <class T> class Factors {
 
     // T = B⁻¹: (kp, kp) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first; rows that are only
     // there as padding are those of the identity. A zero reflector has T = 1 and Y = 0.
-    void invert() const {
+    void invert(Index kb) const {
         FASTH_PHASE(invert);
         const T *const G = own.G;
         T diagonal[padding];
         for (Index j = kp - padding; j >= 0; j -= padding) {
             for (Index i = 0; i < padding; ++i) {
-                const T half = j + i < own.whole.size ? G[(j + i) * kp + j + i] / 2 : T(0);
+                const T half = j + i < kb ? G[(j + i) * kp + j + i] / 2 : T(0);
                 diagonal[i] = half == 0 ? T(1) : 1 / half;
             }
             T *const rows = own.factor + j * kp;

@@ -140,8 +140,7 @@ template <class T> struct Reflection {
         const Batch<T> outs = in_rows(out, p.m, p.d);
         const int members = for_batch(plan, batch, lay_out(1), [&](const Bench<T> &bench, Team &team, Index b) {
             Member<T> member = bench.member(p, team, V[b], part(memory, b, team, kept_by(team.size, planned)));
-            member.find_factors();
-            team.meet();
+            if (!member.finds_factors()) member.find_factors(), team.meet();
             member.load(x[b]);
             member.forward();
             member.store(outs[b]);
@@ -204,7 +203,8 @@ template <class T> struct Weight {
             const int kept = kept_by(team.size, planned);
             Member<T> v = benches.V.member(V, team, V_reflectors, V_part(memory, team, kept));
             Member<T> u = benches.U.member(U, team, U_reflectors, U_part(memory, team, kept));
-            v.find_factors(), u.find_factors();
+            if (!v.finds_factors()) v.find_factors();
+            if (!u.finds_factors()) u.find_factors();
             team.meet();
             v.load(x);
             v.forward();

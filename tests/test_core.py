@@ -53,6 +53,38 @@ def test_any_number_of_threads_gives_the_same(problem, direction, precise, set_t
         assert_all_close(result(threads), expected, V.triu() if direction["triangular"] else V)
 
 
+def _short_and_long_here_and_there(V):
+    V = V.clone()
+    V[::50] *= 1e-20
+    V[7::50] *= 1e20
+    V[13::50] = 0
+    return V
+
+
+@each_direction
+def test_a_matrix_too_large_for_the_caches(direction, precise, set_threads):
+    problem = Problem("", (4, 999), (999, 999), of_V=_short_and_long_here_and_there)
+    x, V = problem.draw(precise, "cpu")
+    expected = with_gradients(from_definition, x.double(), V.double(), **direction)
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        actual = with_gradients(householder, x, V, **direction)
+        assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
+
+
+@pytest.mark.parametrize("lower", [False, True], ids=["upper", "lower"])
+def test_compact_reflectors_too_large_for_the_caches(lower, precise, set_threads):
+    x, matrix = Problem("", (4, 999), (999, 999), of_V=lambda V: V / 30).draw(precise, "cpu")
+    side = matrix.mT if lower else matrix
+    V = side.triu(1) + torch.eye(999, dtype=precise)
+    out, dx, dV = with_gradients(from_definition, x.double(), V.double(), triangular=True)
+    expected = (out, dx, dV.triu(1).mT if lower else dV.triu(1))
+    for threads in (1, 2):
+        set_threads(threads)
+        actual = with_gradients(householder_compact, x, matrix, lower=lower)
+        assert_all_close(actual, expected, V.mT if lower else V)
+
+
 @pytest.mark.parametrize("lower", [False, True], ids=["upper", "lower"])
 def test_any_number_of_threads_gives_the_same_from_compact_reflectors(lower, precise, set_threads):
     x, matrix = Problem("", (5, 200), (200, 200), of_V=lambda V: V / 14).draw(precise, "cpu")
