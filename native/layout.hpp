@@ -45,8 +45,14 @@ struct Problem {
     Index block_at(Index step, bool transposed) const { return transposed ? step : blocks() - 1 - step; }
 };
 
-// The columns of one member of a team. Panels are dealt out to and fro (0 1 1 0 0 1 1 0 for two members), so that a
-// triangular problem is shared out to a panel, and who has one more changes from block to block.
+// Which of so many members is next when things are dealt out to and fro: 0 1 1 0 0 1 1 0 for two.
+inline int dealt_to(Index number, int size) {
+    const int place = int(number % (2 * size));
+    return std::min(place, 2 * size - 1 - place);
+}
+
+// The columns of one member of a team. Panels are dealt out to and fro, so that a triangular problem is shared out to a
+// panel, and who has one more changes from block to block.
 struct Columns {
     Index d, panel;
     int size, rank;
@@ -58,11 +64,6 @@ struct Columns {
     // Where a member's panel starts in V, and how many columns it has.
     Index column(Index q) const { return (q / 2 * 2 * size + (q % 2 ? 2 * size - 1 - rank : rank)) * panel; }
     Index width(Index q) const { return std::min(panel, d - column(q)); }
-    // Which member has panel number `panel`; blocks are dealt out likewise.
-    int owner(Index panel) const {
-        const int place = int(panel % (2 * size));
-        return place < size ? place : 2 * size - 1 - place;
-    }
     // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not.
     Index first_panel(const Problem &p, Index block) const { return before(p.first_column(block) / panel); }
     Index from(const Problem &p, Index block, Index q) const {

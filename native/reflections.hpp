@@ -50,7 +50,7 @@ template <class T> class Member {
     void find_factors() {
         const Factors<T> factors(p, V, own);
         for (Index block = 0; block < p.blocks(); ++block)
-            if (columns.owner(block) == team.rank) factors.find(block, kept);
+            if (dealt_to(block, team.size) == team.rank) factors.find(block, kept);
     }
     // Whether `forward` finds T on its way, for some blocks at a time, so that a large V is fetched only once. If not,
     // find_factors has to come before.

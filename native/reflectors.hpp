@@ -164,7 +164,9 @@ template <class T> class Factors {
         if constexpr (has_inner_products<T>)
             if (count) inner_products<T>(kp, own.spans, count, {G, kp});
         columns.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
-            if (!in_packets(q, from, to)) add_gram(columns, q, from, to, G);
+            if (in_packets(q, from, to)) return;
+            columns.template prefetch_panel<false>(columns.V, own.whole.number, q + 1);
+            add_gram(columns, q, from, to, G);
         });
     }
     // G += Y Yᵀ in one panel, above the diagonal, more or less: what lies left of it in steps of `padding` is left out.
