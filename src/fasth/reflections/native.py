@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from fasth.reflections import blocked
 
 LEVELS = ("baseline", "avx2", "avx512")
-FULL, TRIANGULAR, COMPACT = range(3)  # Kind in native/reflections.hpp
+FULL, TRIANGULAR, COMPACT = range(3)  # Kind in native/layout.hpp
 
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)
