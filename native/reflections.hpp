@@ -52,9 +52,8 @@ template <class T> class Member {
         for (Index block = 0; block < p.blocks(); ++block)
             if (dealt_to(block, team.size) == team.rank) factors.find(block, kept);
     }
-    // Whether `forward` finds T on its way, for some blocks at a time, so that a large V is fetched only once. If not,
-    // find_factors has to come before.
-    bool finds_factors() const { return p.r * p.d * Index(sizeof(T)) > Index(3) << 20; }
+    // Whether `forward` finds T on its way. If not, find_factors has to come before.
+    bool finds_factors() const { return Workspace<T>::group(p) > 0; }
 
     void load(Strided<const T> source, int set = 0) {
         for_panels([&](Index q, Index column, Index width) {
@@ -255,7 +254,7 @@ template <class T> class Member {
     }
     Index end_of_group(Index step) const {
         const Index first = step;
-        for (Index bytes = 0; step < p.blocks() && step < first + Workspace<T>::most_grams; ++step) {
+        for (Index bytes = 0; step < p.blocks() && step < first + Workspace<T>::group(p); ++step) {
             const Index block = p.block_at(step, p.transpose);
             bytes += (p.d - p.first_column(block)) * p.k * Index(sizeof(T)) / team.size;
             if (bytes > Index(1) << 19 && step > first) break;
@@ -325,6 +324,7 @@ template <class T> class Member {
         S = awaited_slots;
         if (team.size == 1) return;
         team.wait();
+        fetched = true;
         std::copy(awaited_slots, awaited_slots + awaited, own.S);
         for (int member = 1; member < team.size; ++member) {
             const T *const part = awaited_slots + member * shared.sum_size;

@@ -154,8 +154,8 @@ template <class T> class Factors {
         columns.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
             if (!in_packets(q, from, to)) return;
             const Strided<const T> y = own.whole.Y[q];
-            Span<T> *const last = own.spans + count - 1;
-            if (count && last->data + last->columns == y.data && last->row_stride == y.row_stride)
+            Span<T> *const last = count ? own.spans + count - 1 : nullptr;
+            if (last && last->data + last->columns == y.data && last->row_stride == y.row_stride)
                 last->columns += to - from;
             else
                 own.spans[count++] = {y.data, y.row_stride, to - from};

@@ -51,6 +51,16 @@ def test_a_frozen_argument_changes_nothing_for_the_other(problem: Problem, direc
     torch.testing.assert_close(gradient, expected)
 
 
+def test_a_block_is_no_larger_than_there_are_reflections(device):
+    """Of 10⁵ triangular reflectors of length 10 all but 10 are zero: a block of 10⁵ would take 40 GB for its T."""
+    r = 10**5
+    x, V = Problem("", (3, 10), (r, 10)).draw(torch.float32, device)
+    expected = with_gradients(householder, x, V[:10], triangular=True)
+    out, dx, dV = with_gradients(householder, x, V, triangular=True, block_size=r)
+    assert_all_close((out, dx, dV[:10]), expected, V[:10].triu())
+    assert not dV[10:].any()
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 31, 32, 33, 100, 1000])
 @each_direction
 def test_every_block_size_gives_the_same(block_size, direction, device):

@@ -97,7 +97,7 @@ def householder_compact(
         return x @ (Qt.mT if transpose else Qt)
     core = _core_for(x, V)
     if core is not None:
-        k = min(block_size or default_block_size(min(V.shape), V, x.numel() // d), max(V.shape[0], 1))
+        k = min(block_size or default_block_size(min(V.shape), V, x.numel() // d), max(min(V.shape), 1))
         return core(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
     V = blocked.expand_compact(V)
     return householder(x, V, transpose=transpose, triangular=True, block_size=block_size)
@@ -204,7 +204,8 @@ def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_
 
 
 def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
-    k = min(block_size or default_block_size(V.shape[-2], V, x.numel() // V.shape[-1]), max(V.shape[-2], 1))
+    most = min(V.shape[-2:]) if triangular else V.shape[-2]
+    k = min(block_size or default_block_size(V.shape[-2], V, x.numel() // V.shape[-1]), max(most, 1))
     core = _core_for(x, V)
     kind = native.TRIANGULAR if triangular else native.FULL
     if core is not None and V.ndim == 2:
