@@ -165,12 +165,9 @@ template <class T> struct Workspace {
     T *sums[3] = {};
     Index sum_size;
     T *factors; // scales and T of every block, where they are not kept
-    T *grams;   // G of a group of blocks, of which each member has a summand: (blocks, members, kp, kp)
-    // How many blocks are a group at most, if T is found group by group, so that a large V is fetched only once; otherwise 0.
-    static Index group(const Problem &p) {
-        const bool large = p.r * p.d * Index(sizeof(T)) > Index(3) << 20;
-        return large ? std::clamp<Index>((Index(1) << 14) / (p.padded_k() * p.padded_k()), 1, 16) : 0;
-    }
+    T *grams;   // G of some blocks, of which each member has a summand: (ahead, members, kp, kp)
+    // How many blocks ahead T is found, so that a large V is fetched only once; 0 if all T are found first.
+    static Index ahead(const Problem &p) { return p.r * p.d * Index(sizeof(T)) > Index(3) << 20 ? 3 : 0; }
 
     struct Block {
         Index number, size; // of reflectors
@@ -192,7 +189,7 @@ template <class T> struct Workspace {
     Workspace(const Problem &p, int members, int sets, Arena &arena)
         : sum_size(sets * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members, false))) {
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
-        grams = arena.take<T>(group(p) * members * p.padded_k() * p.padded_k());
+        grams = arena.take<T>(ahead(p) * members * p.padded_k() * p.padded_k());
     }
     static Own own(const Problem &p, int members, int sets, Arena &arena) {
         const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most

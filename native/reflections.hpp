@@ -53,7 +53,7 @@ template <class T> class Member {
             if (dealt_to(block, team.size) == team.rank) factors.find(block, kept);
     }
     // Whether `forward` finds T on its way. If not, find_factors has to come before.
-    bool finds_factors() const { return Workspace<T>::group(p) > 0; }
+    bool finds_factors() const { return Workspace<T>::ahead(p) > 0; }
 
     void load(Strided<const T> source, int set = 0) {
         for_panels([&](Index q, Index column, Index width) {
@@ -151,11 +151,7 @@ template <class T> class Member {
                 own.now[q] = after;
             };
         };
-        for (Index step = 0, end; step < p.blocks(); step = end) {
-            end = finds_factors() ? end_of_group(step) : p.blocks();
-            if (finds_factors()) find_factors(step, end);
-            sweep(p.transpose, step, end, 1, turn_of, [](const Block &) {});
-        }
+        sweep(p.transpose, 1, finds_factors(), turn_of, [](const Block &) {});
     }
 
     // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
@@ -207,7 +203,7 @@ template <class T> class Member {
                 fetch_when_complete();
             });
         };
-        sweep(way, 0, p.blocks(), sets, turn_of, finish);
+        sweep(way, sets, false, turn_of, finish);
         if (dV.data) gradient.finish(team);
     }
 
@@ -236,56 +232,53 @@ template <class T> class Member {
         return sum;
     }
 
-    // T of the blocks that act as numbers `from` to `to`: G first, of which each member has a summand.
-    void find_factors(Index from, Index to) {
-        const Factors<T> factors(p, V, own);
-        const Index size = kp * kp;
-        const auto gram = [&](Index step, int rank) { return shared.grams + ((step - from) * team.size + rank) * size; };
-        for (Index step = from; step < to; ++step)
-            factors.find_gram(reflectors, p.block_at(step, p.transpose), gram(step, team.rank));
-        team.meet();
-        for (Index step = from + team.rank; step < to; step += team.size) {
-            std::copy(gram(step, 0), gram(step, 0) + size, own.G);
-            for (int rank = 1; rank < team.size; ++rank)
-                for (Index i = 0; i < size; ++i) own.G[i] += gram(step, rank)[i];
-            factors.finish(p.block_at(step, p.transpose), kept);
-        }
-        team.meet();
+    // T of the block that acts as number `step`: first its G, of which each member has a summand; then, when all have met, the
+    // rest, by one member; and when all have met again it is there.
+    void begin_factor(Index step) {
+        if (step < p.blocks()) Factors<T>(p, V, own).find_gram(reflectors, p.block_at(step, p.transpose), gram(step, team.rank));
     }
-    Index end_of_group(Index step) const {
-        const Index first = step;
-        for (Index bytes = 0; step < p.blocks() && step < first + Workspace<T>::group(p); ++step) {
-            const Index block = p.block_at(step, p.transpose);
-            bytes += (p.d - p.first_column(block)) * p.k * Index(sizeof(T)) / team.size;
-            if (bytes > Index(1) << 19 && step > first) break;
-        }
-        return step;
+    void end_factor(Index step) {
+        if (step >= p.blocks() || dealt_to(step, team.size) != team.rank) return;
+        std::copy(gram(step, 0), gram(step, 0) + kp * kp, own.G);
+        for (int rank = 1; rank < team.size; ++rank)
+            for (Index i = 0; i < kp * kp; ++i) own.G[i] += gram(step, rank)[i];
+        Factors<T>(p, V, own).finish(p.block_at(step, p.transpose), kept);
+    }
+    T *gram(Index step, int rank) const {
+        return shared.grams + (step % Workspace<T>::ahead(p) * team.size + rank) * kp * kp;
     }
 
     // One block after the other: S = rows · Yᵀ is added up over the team; `turn_of(step, block)` makes of it what the
     // block needs, and gives back what to do to a panel, after which the panel's part of the next S is computed, while it
-    // is at hand. What fills the time until the others' sums are there: `finish(block)` for the block before.
+    // is at hand. What fills the time until the others' sums are there: `finish(block)` for the block before; and, if T is to
+    // be found, G of the block three ahead. It takes two more meetings to T, and the next step prepares that block.
     template <class Turn, class Finish>
-    void sweep(bool way, Index begin, Index end, int sets, const Turn &turn_of, const Finish &finish) {
-        if (begin == end) return;
+    void sweep(bool way, int sets, bool finds, const Turn &turn_of, const Finish &finish) {
+        if (p.blocks() == 0) return;
+        const Index ahead = Workspace<T>::ahead(p);
+        for (Index step = 0; step < (finds ? ahead : 0); ++step) begin_factor(step);
+        if (finds) team.meet();
+        for (Index step = 0; step < (finds ? ahead : 0); ++step) end_factor(step);
+        if (finds) team.meet();
         Block *at = &own.blocks[0], *next = &own.blocks[1];
         T *sums = begin_sums(sets);
-        prepare(*at, p.block_at(begin, way));
+        prepare(*at, p.block_at(0, way));
         reflectors.for_panels(at->number, [&](Index q, Index from, Index to) { add_products(*at, q, from, to, sets, sums); });
-        for (Index step = begin; step < end; ++step) {
-            const bool last = step + 1 == end;
+        for (Index step = 0; step < p.blocks(); ++step) {
+            const bool last = step + 1 == p.blocks();
             announce(sets);
-            if (step > begin) finish(*next);
-            if (!last) {
-                sums = begin_sums(sets);
-                prepare(*next, p.block_at(step + 1, way));
-            }
+            if (step > 0) finish(*next);
+            if (finds) begin_factor(step + ahead);
+            if (!last) sums = begin_sums(sets);
             collect();
+            if (finds && step > 0) end_factor(step + ahead - 1);
+            if (!last) prepare(*next, p.block_at(step + 1, way));
             const auto visit = turn_of(step, *at);
             const Index first = columns.first_panel(p, at->number);
             const Index next_first = last ? columns.panels : columns.first_panel(p, next->number);
+            const Index wanted = step + 1 + (finds ? ahead : 0); // the block whose reflectors are fetched next
             for (Index q = std::min(first, next_first); q < columns.panels; ++q) {
-                if (!last) reflectors.template prefetch_panel<false>(V, next->number, q + 1);
+                if (wanted < p.blocks()) reflectors.template prefetch_panel<false>(V, p.block_at(wanted, way), q + 1);
                 if (q >= first) visit(q, columns.from(p, at->number, q), columns.width(q));
                 if (q >= next_first) add_products(*next, q, columns.from(p, next->number, q), columns.width(q), sets, sums);
             }

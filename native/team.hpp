@@ -30,9 +30,7 @@ class Team {
     bool complete() const { return size == 1 || meeting.arrivals.load(std::memory_order_acquire) >= due; }
     void wait() const {
         for (int spins = 0; !complete();) {
-            if (spins < 200) // a pause is longer than most waits
-                ++spins;
-            else if (spins < 500)
+            if (spins < 300)
                 pause(), ++spins;
             else
                 std::this_thread::yield();
