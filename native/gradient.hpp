@@ -25,6 +25,7 @@ template <class T> class Gradient {
         antisymmetric_half(Z, R);
         if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_column(at.number), team);
     }
+
     // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV; computed as its transpose.
     void of_panel(const Block &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         FASTH_PHASE(gradient);
@@ -40,7 +41,7 @@ template <class T> class Gradient {
             const Matrix<T> place{&dV(piece.row, piece.column), dV.column_stride};
             if (p.adds) return product<Result::subtract, T>(to - from, kp, terms, {place.data, place.row_stride}, place);
             return streams() ? product<Result::negative_streamed, T>(to - from, kp, terms, {nullptr, 0}, place)
-                               : product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, place);
+                             : product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, place);
         }
         product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, {own.dY, kp});
         for (Index c = 0; at.scaled && c < to - from; ++c)
@@ -89,11 +90,11 @@ template <class T> class Gradient {
         }
     }
     void store_in_columns(const Piece &at) const {
+        const bool at_once = dV.row_stride == 1 && !p.adds;
         for (Index c = 0; c < at.width; ++c) {
             const Index stop = at.stop(c);
-            if (dV.row_stride == 1 && !p.adds && stop)
-                std::memcpy(&dV(at.row, at.column + c), own.dY + c * kp, sizeof(T) * std::size_t(stop));
-            for (Index j = dV.row_stride == 1 && !p.adds ? stop : 0; j < stop; ++j) {
+            if (at_once && stop) std::memcpy(&dV(at.row, at.column + c), own.dY + c * kp, sizeof(T) * std::size_t(stop));
+            for (Index j = at_once ? stop : 0; j < stop; ++j) {
                 T &place = dV(at.row + j, at.column + c);
                 place = own.dY[c * kp + j] + (p.adds ? place : T(0));
             }

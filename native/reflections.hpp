@@ -239,10 +239,14 @@ template <class T> class Member {
     }
     void end_factor(Index step) {
         if (step >= p.blocks() || dealt_to(step, team.size) != team.rank) return;
-        std::copy(gram(step, 0), gram(step, 0) + kp * kp, own.G);
-        for (int rank = 1; rank < team.size; ++rank)
-            for (Index i = 0; i < kp * kp; ++i) own.G[i] += gram(step, rank)[i];
+        add_up(gram(step, 0), kp * kp, kp * kp, own.G);
         Factors<T>(p, V, own).finish(p.block_at(step, p.transpose), kept);
+    }
+    void find_first_factors(Index count) {
+        for (Index step = 0; step < count; ++step) begin_factor(step);
+        team.meet();
+        for (Index step = 0; step < count; ++step) end_factor(step);
+        team.meet();
     }
     T *gram(Index step, int rank) const {
         return shared.grams + (step % Workspace<T>::ahead(p) * team.size + rank) * kp * kp;
@@ -255,11 +259,8 @@ template <class T> class Member {
     template <class Turn, class Finish>
     void sweep(bool way, int sets, bool finds, const Turn &turn_of, const Finish &finish) {
         if (p.blocks() == 0) return;
-        const Index ahead = Workspace<T>::ahead(p);
-        for (Index step = 0; step < (finds ? ahead : 0); ++step) begin_factor(step);
-        if (finds) team.meet();
-        for (Index step = 0; step < (finds ? ahead : 0); ++step) end_factor(step);
-        if (finds) team.meet();
+        const Index ahead = finds ? Workspace<T>::ahead(p) : 0;
+        if (finds) find_first_factors(ahead);
         Block *at = &own.blocks[0], *next = &own.blocks[1];
         T *sums = begin_sums(sets);
         prepare(*at, p.block_at(0, way));
@@ -276,7 +277,7 @@ template <class T> class Member {
             const auto visit = turn_of(step, *at);
             const Index first = columns.first_panel(p, at->number);
             const Index next_first = last ? columns.panels : columns.first_panel(p, next->number);
-            const Index wanted = step + 1 + (finds ? ahead : 0); // the block whose reflectors are fetched next
+            const Index wanted = step + 1 + ahead; // the block whose reflectors are fetched next
             for (Index q = std::min(first, next_first); q < columns.panels; ++q) {
                 if (wanted < p.blocks()) reflectors.template prefetch_panel<false>(V, p.block_at(wanted, way), q + 1);
                 if (q >= first) visit(q, columns.from(p, at->number, q), columns.width(q));
@@ -311,19 +312,21 @@ template <class T> class Member {
         fetched = true;
     }
 
-    // S: the sums of all members, which each adds up in the same order.
+    // S: the sums of all members.
     void collect() {
         FASTH_PHASE(meet);
         S = awaited_slots;
         if (team.size == 1) return;
         team.wait();
         fetched = true;
-        std::copy(awaited_slots, awaited_slots + awaited, own.S);
-        for (int member = 1; member < team.size; ++member) {
-            const T *const part = awaited_slots + member * shared.sum_size;
-            for (Index i = 0; i < awaited; ++i) own.S[i] += part[i];
-        }
+        add_up(awaited_slots, shared.sum_size, awaited, own.S);
         S = own.S;
+    }
+    // The sum of what each member has in its slot, in the same order for all.
+    void add_up(const T *slots, Index slot_size, Index count, T *sum) const {
+        std::copy(slots, slots + count, sum);
+        for (int member = 1; member < team.size; ++member)
+            for (Index i = 0; i < count; ++i) sum[i] += slots[member * slot_size + i];
     }
 
     // Sᵀ += Y · rowsᵀ in one panel, for every set of rows.
