@@ -8,26 +8,25 @@
 namespace fasth {
 
 template <class T> class Gradient {
-    using Block = typename Workspace<T>::Block;
-
     const Problem &p;
     const Reflectors<T> &reflectors;
-    const typename Workspace<T>::Own &own;
+    const Scratch<T> &own;
     const Strided<T> dV;
     const Index kp, stride;
 
   public:
-    Gradient(const Problem &p, const Reflectors<T> &reflectors, const typename Workspace<T>::Own &own, Strided<T> dV)
+    Gradient(const Problem &p, const Reflectors<T> &reflectors, const Scratch<T> &own, Strided<T> dV)
         : p(p), reflectors(reflectors), own(own), dV(dV), kp(p.padded_k()), stride(p.lane_stride()) {}
 
-    // A block's gradient begins with Z and R, both (lanes, kp).
-    void begin(const Block &at, const T *Z, const T *R, const Team &team) const {
+    // A block's gradient begins with Z and R, both (lanes, kp). The team shares out the zeros.
+    void begin(const Block<T> &at, const T *Z, const T *R, const Team &team) const {
         antisymmetric_half(Z, R);
-        if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_column(at.number), team);
+        const Index start = p.first_column(at.number) / (p.in_rows ? p.packet : 1) * (p.in_rows ? p.packet : 1);
+        if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, start, team);
     }
 
     // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV; computed as its transpose.
-    void of_panel(const Block &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
+    void of_panel(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         FASTH_PHASE(gradient);
         if (!streams()) reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
         const Index kb = at.size;
@@ -50,6 +49,27 @@ template <class T> class Gradient {
             store_in_rows(piece, !reflectors.packed(at, q) && piece.width % p.packet == 0);
         else
             store_in_columns(piece);
+    }
+
+    // The same for rows as they come, of which a panel has so many columns.
+    void of_panel_in_rows(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
+        FASTH_PHASE(gradient);
+        const Strided<const T> y = at.Y[q];
+        const Term<T> terms[3] = {{at.size, own.N, 1, kp, {y.data, y.row_stride}, p.transpose ? Shape::upper_left : Shape::lower_left},
+                                  {p.m, Z, 1, kp, {g + from, to}},
+                                  {p.m, R, 1, kp, {after + from, to}}};
+        const Piece piece = reflectors.piece(at.number, q);
+        if (dV.column_stride == 1 && !reflectors.packed(at, q)) {
+            const Matrix<T> place{&dV(piece.row, piece.column), dV.row_stride};
+            if (p.adds)
+                return product<Result::subtract, T, 3, widest_tile>(at.size, to - from, terms, {place.data, place.row_stride}, place);
+            return streams() ? product<Result::negative_streamed, T, 3, widest_tile>(at.size, to - from, terms, {nullptr, 0}, place)
+                             : product<Result::negative, T, 3, widest_tile>(at.size, to - from, terms, {nullptr, 0}, place);
+        }
+        product<Result::negative, T, 3, widest_tile>(at.size, to - from, terms, {nullptr, 0}, {own.turned, p.panel});
+        for (Index j = 0; at.scaled && j < at.size; ++j)
+            for (Index c = 0; c < to - from; ++c) own.turned[j * p.panel + c] /= at.scale[j];
+        store_turned(piece);
     }
 
     // Zeros for the reflectors that are left out.
@@ -76,15 +96,22 @@ template <class T> class Gradient {
             return;
         }
         transpose<T>(p.panel, kp, {own.dY, kp}, {own.turned, p.panel});
-        if (p.fills() && at.width % p.packet == 0)
+        store_turned(at);
+    }
+    // own.turned, (rows, panel), into its place.
+    void store_turned(const Piece &at) const {
+        if (p.fills() && dV.column_stride == 1 && at.width % p.packet == 0)
             return copy_from<T>(at.rows, at.width, {own.turned, p.panel}, {&dV(at.row, at.column), dV.row_stride},
                                 [&](Index j) { return at.start(j); });
         for (Index j = 0; j < at.rows; ++j) {
             const T *const row = own.turned + j * p.panel;
             const Index start = at.start(j);
-            if (p.fills()) std::fill_n(&dV(at.row + j, at.column), start, T(0));
-            if (p.adds)
-                for (Index c = start; c < at.width; ++c) dV(at.row + j, at.column + c) += row[c];
+            for (Index c = 0; c < (p.fills() ? start : 0); ++c) dV(at.row + j, at.column + c) = T(0);
+            if (p.adds || dV.column_stride != 1)
+                for (Index c = start; c < at.width; ++c) {
+                    T &place = dV(at.row + j, at.column + c);
+                    place = row[c] + (p.adds ? place : T(0));
+                }
             else if (start < at.width)
                 std::memcpy(&dV(at.row + j, at.column + start), row + start, sizeof(T) * std::size_t(at.width - start));
         }
@@ -136,12 +163,11 @@ template <class T> class Gradient {
         T *const N = own.N, *const Mt = own.N + kp * kp;
         product<Result::set, T>(kp, kp, {p.m, Z, 1, kp, {R, kp}}, {nullptr, 0}, {N, kp});
         transpose<T>(kp, kp, {N, kp}, {Mt, kp});
-        for (Index i = 0; i < kp * kp; ++i) N[i] -= Mt[i];
-        for (Index i = 0; i < kp; ++i) { // a product reads no more of the other half than the squares on the diagonal
-            const Index square = i / padding * padding, diagonal = i - square;
-            T *const row = N + i * kp + square;
-            for (Index j = 0; j < padding; ++j) row[j] = (p.transpose ? j < diagonal : j > diagonal) ? row[j] : T(0);
-        }
+        for (Index i = 0; i < kp; ++i)
+            for (Index j = 0; j < kp; ++j) {
+                const T difference = N[i * kp + j] - Mt[i * kp + j];
+                N[i * kp + j] = (p.transpose ? j < i : j > i) ? difference : T(0);
+            }
     }
 };
 

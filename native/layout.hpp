@@ -13,9 +13,17 @@ template <class T> struct Strided { // (rows, columns) anywhere in memory
     T &operator()(Index i, Index j) const { return data[i * row_stride + j * column_stride]; }
 };
 
+// The singular values between two products, times the signs of both: (2, count), or none.
+template <class T> struct Diagonal {
+    const T *sigma, *signs;
+    Index count;
+    T sign(Index c) const { return signs ? signs[c] * signs[count + c] : T(1); }
+};
+
 // How many columns are worked on together, and by one member of a team, where reflectors are at most so long: few, so that
 // a triangle is shared out evenly, or many, so that calls are worth their while.
-constexpr Index panel_for(Index d) { return d < 768 ? 32 : 64; }
+constexpr Index widest_panel = 64;
+constexpr Index panel_for(Index d) { return d < 768 ? 32 : widest_panel; }
 
 struct Problem {
     Index m, r, d; // rows of x, reflectors, their length
@@ -26,6 +34,7 @@ struct Problem {
     Index panel;  // columns in a panel
     bool shares = false; // with compact reflectors: whether another product has its own in the rest of the matrix
     bool adds = false;   // whether the gradient of V is added to what is there
+    bool in_rows = false; // rows of x as they come, which the members share out, instead of columns: rowwise.hpp
 
     bool triangular() const { return kind != Kind::full; }
     Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
@@ -34,8 +43,8 @@ struct Problem {
     Index size_of(Index block) const { return std::min(k, reflectors() - block * k); }
     Index padded_k() const { return round_up(k, padding); }
     Index panels() const { return (d + panel - 1) / panel; }
-    // Rows of x stand side by side in registers. Lanes that are only there to fill the last one are zero.
-    Index lanes() const { return round_up(m, packet); }
+    // Rows of x stand side by side in registers, or, as they come, in tiles. Those that are only there to fill the last are zero.
+    Index lanes() const { return round_up(m, in_rows ? inner_rows : packet); }
     // How far apart columns of x are. Multiples of a kilobyte would crowd a few lines of the first-level cache.
     Index lane_stride() const { return m && lanes() % 256 == 0 ? lanes() + packet : lanes(); }
     Index panel_size() const { return panel * lane_stride(); }
@@ -64,10 +73,12 @@ struct Columns {
     // Where a member's panel starts in V, and how many columns it has.
     Index column(Index q) const { return (q / 2 * 2 * size + (q % 2 ? 2 * size - 1 - rank : rank)) * panel; }
     Index width(Index q) const { return std::min(panel, d - column(q)); }
-    // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not.
+    // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not: if these
+    // are read in packets, so many packets.
     Index first_panel(const Problem &p, Index block) const { return before(p.first_column(block) / panel); }
     Index from(const Problem &p, Index block, Index q) const {
-        return std::clamp<Index>(p.first_column(block) - column(q), 0, width(q));
+        const Index columns = std::clamp<Index>(p.first_column(block) - column(q), 0, width(q));
+        return p.in_rows ? columns / p.packet * p.packet : columns;
     }
 
   private:
@@ -113,8 +124,37 @@ template <class T> struct States {
     }
 };
 
+// The same for rows as they come: block by block, panel by panel, each with `lanes` rows; after every block, or a gradient
+// before it.
+template <class T> struct RowStates {
+    T *data;
+    Index *offsets; // of what would be the first panel of all, block by block
+    Index panel_size;
+
+    static Index columns(const Problem &p, Index block) { // in whole packets
+        return round_up(p.d, p.packet) - p.first_column(block) / p.panel * p.panel;
+    }
+    static Index size(const Problem &p) {
+        Index count = 0;
+        for (Index block = 0; block < p.blocks(); ++block) count += is_left_out(p, block) ? 0 : columns(p, block);
+        return count * p.lanes();
+    }
+    // There is room for an offset for each block.
+    RowStates(const Problem &p, T *data, Index *offsets) : data(data), offsets(offsets), panel_size(p.panel * p.lanes()) {
+        Index start = 0;
+        for (Index block = 0; block < p.blocks(); ++block) {
+            offsets[block] = start - p.first_column(block) / p.panel * panel_size;
+            start += is_left_out(p, block) ? 0 : columns(p, block) * p.lanes();
+        }
+    }
+    T *of(Index block, Index q) const { return data + offsets[block] + q * panel_size; }
+
+  private:
+    static bool is_left_out(const Problem &p, Index block) { return block == p.block_at(p.blocks() - 1, p.transpose); }
+};
+
 // What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the states. Only a team of the same size can use these. Of T only the squares from the diagonal on are kept: with full
+// the states. Only a team of the same size can use these, unless they are rows as they come. Of T only the squares from the diagonal on are kept: with full
 // reflectors, and as many rows as there are in a block, that leaves room for the states.
 template <class T> struct Kept {
     T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
@@ -123,7 +163,9 @@ template <class T> struct Kept {
 
     static Index size(const Problem &p, int members, bool with_states) {
         Index count = round_up(p.reflectors(), padding) + p.blocks() * factor_size(p.padded_k());
-        if (with_states && p.blocks()) count += p.blocks() * p.lanes() * p.padded_k() + States<T>::size(p, members);
+        if (with_states && p.blocks())
+            count += p.blocks() * p.lanes() * p.padded_k() +
+                     (p.in_rows ? RowStates<T>::size(p) : States<T>::size(p, members));
         return count;
     }
     Kept() = default;
@@ -158,6 +200,33 @@ template <class T> struct Kept {
     T *Z_of(Index block) const { return Z + block * lanes * kp; }
 };
 
+// Where a member works on one block.
+template <class T> struct Block {
+    Index number, size; // of reflectors
+    bool scaled;
+    T *packed, *scale;   // what is not taken from V as it lies: (panels, kp, panel), or by columns, as V has it
+    Strided<const T> *Y; // of each panel, from the first column on that the block reaches
+
+    static Block take(const Problem &p, Index panels, Arena &arena) {
+        return {0, 0, false, arena.take<T>(panels * p.padded_k() * p.panel), arena.take<T>(p.padded_k()),
+                arena.take<Strided<const T>>(panels)};
+    }
+};
+
+// What finding T and the gradient of V takes, in either layout.
+template <class T> struct Scratch {
+    Block<T> whole; // a block with all its columns
+    T *G, *factor, *N, *dY, *turned;
+    Span<T> *spans; // of a block's reflectors
+
+    static Scratch take(const Problem &p, Arena &arena) {
+        const Index kp = p.padded_k();
+        return {Block<T>::take(p, p.panels(), arena), arena.take<T>(kp * kp),      arena.take<T>(kp * kp),
+                arena.take<T>(2 * kp * kp),           arena.take<T>(kp * p.panel), arena.take<T>(kp * p.panel),
+                arena.take<Span<T>>(p.panels())};
+    }
+};
+
 // The memory of a team. `sets` of m rows run through the blocks: x; or a gradient; or a gradient and the output.
 template <class T> struct Workspace {
     // Where the members put their sums for each other: (members, sets, kp, lane stride). Three in turn, since a member
@@ -169,19 +238,11 @@ template <class T> struct Workspace {
     // How many blocks ahead T is found, so that a large V is fetched only once; 0 if all T are found first.
     static Index ahead(const Problem &p) { return p.r * p.d * Index(sizeof(T)) > Index(3) << 20 ? 3 : 0; }
 
-    struct Block {
-        Index number, size; // of reflectors
-        bool scaled;
-        T *packed, *scale;   // what is not taken from V as it lies: (panels, kp, panel), or by columns, as V has it
-        Strided<const T> *Y; // of each panel, from the first column on that the block reaches
-    };
-    struct Own { // a member's
-        Block whole;      // a block with all its columns
-        Block blocks[2];  // the block at work and the next
-        T *rows[2];       // each (panels, panel, lane stride)
-        T *others;        // the same, for a gradient before and after a block
-        T *S, *G, *factor, *Zt, *Z, *R, *N, *dY, *turned;
-        Span<T> *spans; // of a block's reflectors
+    struct Own : Scratch<T> { // a member's
+        Block<T> blocks[2]; // the block at work and the next
+        T *rows[2];         // each (panels, panel, lane stride)
+        T *others;          // the same, for a gradient before and after a block
+        T *S, *Zt, *Z, *R;
         const T **now, **before; // where the rows of each panel are at present, and were before the block at work
         Index *offsets;          // of the states
     };
@@ -193,24 +254,15 @@ template <class T> struct Workspace {
     }
     static Own own(const Problem &p, int members, int sets, Arena &arena) {
         const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most
-        const auto block_of = [&](Index panels) {
-            return Block{0, 0, false, arena.take<T>(panels * kp * p.panel), arena.take<T>(kp),
-                         arena.take<Strided<const T>>(panels)};
-        };
         Own own;
-        own.whole = block_of(p.panels());
-        for (auto &block : own.blocks) block = block_of(panels);
+        static_cast<Scratch<T> &>(own) = Scratch<T>::take(p, arena);
+        for (auto &block : own.blocks) block = Block<T>::take(p, panels, arena);
         for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.panel_size()) : nullptr;
         own.others = sets == 2 ? arena.take<T>(panels * p.panel_size()) : nullptr;
         own.S = arena.take<T>(sets * kp * p.lane_stride());
-        own.G = arena.take<T>(kp * kp);
-        own.factor = arena.take<T>(kp * kp);
         own.Zt = arena.take<T>(sets * kp * p.lane_stride());
         own.Z = arena.take<T>(p.lanes() * kp);
         own.R = arena.take<T>(p.lanes() * kp);
-        own.N = arena.take<T>(2 * kp * kp);
-        for (T **scratch : {&own.dY, &own.turned}) *scratch = arena.take<T>(kp * p.panel);
-        own.spans = arena.take<Span<T>>(p.panels());
         own.now = arena.take<const T *>(panels);
         own.before = arena.take<const T *>(panels);
         own.offsets = arena.take<Index>(p.blocks());

@@ -50,7 +50,7 @@ template <class T> Reflection<T> reflection(const Tensor &x, const Tensor &V, bo
     const Index m = batch ? x.size(1) : x.rows();
     const Index d = V.size(-1);
     const Problem p{m, V.size(-2), d, Kind(kind), transpose, k, packet_size<T>, panel_for(d)};
-    return {p, batch ? V.size(0) : 1, threads};
+    return {p, batch ? V.size(0) : 1, threads, V.stride(-1) == 1};
 }
 
 // What is kept for the way back, with a last number that says what it is: in a tensor that was given; in a new one, if there
@@ -92,12 +92,12 @@ template <class T> struct Found {
         if (!memory.has_memory()) return;
         const Index last = memory.numel() - 1;
         const T code = memory.data<T>()[last];
-        expect(code >= nothing_kept && code <= most_threads && work.size(int(code)) <= last, "what was kept is not that any more");
+        expect(code >= rows_kept && code <= most && work.size(int(code)) <= last, "what was kept is not that any more");
         kept = int(code);
     }
 
   private:
-    static constexpr T most_threads = T(1 << 20);
+    static constexpr T most = T(1 << 23); // such numbers are exact in float32
 };
 
 // What the way back does with what comes from the way forward: tensors that hooks may have changed.
@@ -160,7 +160,8 @@ std::tuple<Index, Index, Index, Index> kept_sizes(Index r, Index d, Index longes
     const Index packet = bytes == sizeof(float) ? packet_size<float> : packet_size<double>;
     const auto size = [&](Index m, int kept) {
         const Problem p{m, r, d, Kind(kind), true, k, packet, panel_for(longest)}; // x Q keeps more than x Qᵀ
-        return kept_size<float>(p, kept == factors_kept ? kept : int(std::min<Index>(kept, p.panels())));
+        if (kept == factors_kept) return kept_size<float>(p, kept);
+        return std::max(kept_size<float>(p, int(std::min<Index>(kept, p.panels()))), kept_size<float>(in_rows(p), rows_kept));
     };
     const Index none = size(0, members);
     return {size(0, factors_kept), none, (size(packet, members) - none) / packet, packet};
@@ -285,7 +286,7 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
             expect(!one || (factors.V.here() && factors.U.size(0) == factors.V.size(0) && factors.n() == factors.m()),
                    "U and V are not one tensor any more");
             const Found<T> found(memory, work);
-            expect(found.kept != nothing_kept, "nothing was kept");
+            expect(found.kept >= factors_kept, "nothing was kept");
             const Rows dx(needed(0) ? x.tensor.new_rows() : Tensor(), columns);
             const Tensor dU = needed(1) ? factors.U.new_like() : Tensor();
             const Tensor dsigma = factors.sigma.new_rows();

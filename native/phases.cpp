@@ -55,15 +55,16 @@ int main(int argc, char **argv) {
         return v;
     };
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
-    const Reflection<float> work(p, 1, threads);
+    const Reflection<float> work(p, 1, threads, true);
     const int members = work.plan.members;
-    auto memory = draw(work.size(members));
+    const int kept = work.layouts.best_kept(members);
+    auto memory = draw(work.size(kept));
     const auto pass = [&](bool back) {
         const Batch<const float> all_V{V, 0, d, 1};
         if (back)
-            work.backward({g, 0, d, 1}, out, all_V, memory, members, dx, {dV, 0, d, 1});
+            work.backward({g, 0, d, 1}, out, all_V, memory, kept, dx, {dV, 0, d, 1});
         else
-            work.forward({x, 0, d, 1}, all_V, out, memory, members);
+            work.forward({x, 0, d, 1}, all_V, out, memory, kept);
     };
     fasth_phases::watched = true; // this thread, which is the first member
     const int repetitions = int(std::max<Index>(5, 400 * 512 * 512 / (d * d)));

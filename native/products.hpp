@@ -25,12 +25,20 @@ constexpr Index round_up(Index n, Index multiple) { return (n + multiple - 1) / 
 #else
 #define FASTH_INLINE inline
 #endif
-
-// How many rows of a result of so many packets fit into the registers, with room for the operands.
-constexpr int widest_tile = 2;
-#if defined(EIGEN_VECTORIZE_AVX512) || defined(__aarch64__)
-constexpr int tile_rows(int columns) { return columns == 2 ? 12 : 16; }
+#if defined(__GNUC__)
+#define FASTH_NEVER_INLINE __attribute__((noinline))
 #else
+#define FASTH_NEVER_INLINE
+#endif
+
+// How many rows of a result of so many packets fit into the registers, with room for the operands. Wide tiles load less for
+// as much work, where the result is wide enough.
+constexpr int usual_tile = 2;
+#if defined(EIGEN_VECTORIZE_AVX512) || defined(__aarch64__)
+constexpr int widest_tile = 4;
+constexpr int tile_rows(int columns) { return columns == 4 ? 6 : columns == 2 ? 12 : 16; }
+#else
+constexpr int widest_tile = 2;
 constexpr int tile_rows(int columns) { return columns == 2 ? 6 : 12; }
 #endif
 
@@ -91,12 +99,12 @@ FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index
     const T *right = term.right.data + from * term.right.row_stride + column;
     for (Index l = from; l < to; ++l, right += term.right.row_stride) {
         Packet<T> r[columns];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int c = first; c < last; ++c) r[c] = ploadu<Packet<T>>(right + c * width);
 #pragma GCC unroll 16
         for (int i = 0; i < rows; ++i) {
             const auto factor = pset1<Packet<T>>(left[i / 3][i % 3 * stride]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int c = first; c < last; ++c) sum[i][c] = pmadd(factor, r[c], sum[i][c]);
         }
 #pragma GCC unroll 6
@@ -107,9 +115,9 @@ FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index
 // The same over all of `inner`, except where a factor is zero.
 template <bool right_may_be_triangular, class T, int rows, int columns>
 FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Sums<T, rows, columns> &sum) {
-    static_assert(columns <= 2, "");
     constexpr Index width = packet_size<T>;
     if constexpr (right_may_be_triangular) {
+        static_assert(columns <= usual_tile, "");
         if (term.shape == Shape::strictly_upper_right) {
             const Index middle = std::min(term.inner, column + width - 1);
             const Index end = std::min(term.inner, column + columns * width - 1);
@@ -137,13 +145,13 @@ inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<c
     Sums<T, rows, columns> sum;
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int c = 0; c < columns; ++c) sum[i][c] = pset1<Packet<T>>(T(0));
 #pragma GCC unroll 3
-    for (const Term<T> &t : term) add_term<(terms > 1)>(t, row, column, sum);
+    for (const Term<T> &t : term) add_term<(terms > 1 && columns <= usual_tile)>(t, row, column, sum);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int c = 0; c < columns; ++c) {
             auto value = sum[i][c];
             const Index j = column + c * width;
@@ -165,8 +173,9 @@ inline void tile_of(Index wanted, const Term<T> (&term)[terms], Index row, Index
     if constexpr (rows > 1) tile_of<T, columns, result, terms, rows - 1>(wanted, term, row, column, base, out);
 }
 
-// out = base ± Σ left · right. The number of columns is a multiple of the packet size.
-template <Result result, class T, int terms, int tile_columns = widest_tile>
+// out = base ± Σ left · right. The number of columns is a multiple of the packet size. A factor on the right may be triangular
+// if there are several terms and tiles are not wider than usual.
+template <Result result, class T, int terms, int tile_columns = usual_tile>
 void product(Index rows, Index columns, const Term<T> (&term)[terms], Matrix<const T> base, Matrix<T> out, Index column = 0) {
     constexpr Index width = tile_columns * packet_size<T>;
     constexpr int most = tile_rows(tile_columns);
@@ -180,10 +189,10 @@ void product(Index rows, Index columns, const Term<T> (&term)[terms], Matrix<con
         if (column < columns) product<result, T, terms, tile_columns / 2>(rows, columns, term, base, out, column);
 }
 
-template <Result result, class T>
+template <Result result, class T, int tile_columns = usual_tile>
 void product(Index rows, Index columns, const Term<T> &term, Matrix<const T> base, Matrix<T> out) {
     const Term<T> terms[1] = {term};
-    product<result, T, 1>(rows, columns, terms, base, out);
+    product<result, T, 1, tile_columns>(rows, columns, terms, base, out);
 }
 
 // A square of packets, loaded from rows `stride` apart and transposed.
@@ -297,45 +306,57 @@ template <> FASTH_INLINE __m512 sums_of<float>(Square<float> &square) {
 }
 #endif
 
-// So many columns of a matrix, whole packets of them, its rows row_stride apart.
+// So many columns, whole packets of them, of two matrices.
 template <class T> struct Span {
-    const T *data;
-    Index row_stride, columns;
+    const T *left;
+    Index left_stride;
+    const T *right;
+    Index right_stride, columns;
 };
 
-// G = Y Yᵀ from the diagonal on, where Y is made of several spans: tiles of 4 rows that are as large as a packet, so that
-// their sums are. Registers need to be wide enough for tiles that pay.
+// Inner products of rows, in tiles with as many results as a packet has numbers. Registers need to be wide enough for tiles
+// that pay.
 template <class T> constexpr bool has_inner_products = packet_size<T> >= 8;
-template <class T> void inner_products(Index rows, const Span<T> *spans, Index count, Matrix<T> G) {
+constexpr int inner_rows = 4;
+template <class T> constexpr int inner_columns = int(packet_size<T>) / inner_rows;
+
+// out = left · rightᵀ for one tile, where both are made of several spans. Not to be inlined: the sums would leave the registers.
+template <class T> FASTH_NEVER_INLINE void inner_product_tile(const Span<T> *span, const Span<T> *end, Index i, Index j, Matrix<T> out) {
     using namespace Eigen::internal;
     constexpr Index width = packet_size<T>;
-    constexpr int high = 4, wide = int(width) / high;
-    for (Index i = 0; i < rows; i += high)
-        for (Index j = i; j < rows; j += wide) {
-            Square<T> sums;
+    constexpr int high = inner_rows, wide = inner_columns<T>;
+    Square<T> sums;
 #pragma GCC unroll 16
-            for (Index l = 0; l < width; ++l) sums.packet[l] = pset1<Packet<T>>(T(0));
-            for (const Span<T> *span = spans; span < spans + count; ++span) {
-                const Index stride = span->row_stride;
-                const T *left = span->data + i * stride, *right = span->data + j * stride;
-                const T *last_left = left + 3 * stride, *last_right = right + 3 * stride;
-                for (const T *const end = left + span->columns; left < end;
-                     left += width, right += width, last_left += width, last_right += width) {
-                    Packet<T> r[wide];
+    for (Index l = 0; l < width; ++l) sums.packet[l] = pset1<Packet<T>>(T(0));
+    for (; span < end; ++span) {
+        const Index left_stride = span->left_stride, right_stride = span->right_stride;
+        const T *left = span->left + i * left_stride, *right = span->right + j * right_stride;
+        const T *last_left = left + 3 * left_stride, *last_right = right + 3 * right_stride;
+        for (const T *const stop = left + span->columns; left < stop;
+             left += width, right += width, last_left += width, last_right += width) {
+            Packet<T> r[wide];
 #pragma GCC unroll 4
-                    for (int b = 0; b < wide; ++b) r[b] = ploadu<Packet<T>>(b < 3 ? right + b * stride : last_right);
+            for (int b = 0; b < wide; ++b) r[b] = ploadu<Packet<T>>(b < 3 ? right + b * right_stride : last_right);
 #pragma GCC unroll 4
-                    for (int a = 0; a < high; ++a) {
-                        const auto l = ploadu<Packet<T>>(a < 3 ? left + a * stride : last_left);
+            for (int a = 0; a < high; ++a) {
+                const auto l = ploadu<Packet<T>>(a < 3 ? left + a * left_stride : last_left);
 #pragma GCC unroll 4
-                        for (int b = 0; b < wide; ++b) sums.packet[a * wide + b] = pmadd(l, r[b], sums.packet[a * wide + b]);
-                    }
-                }
+                for (int b = 0; b < wide; ++b) sums.packet[a * wide + b] = pmadd(l, r[b], sums.packet[a * wide + b]);
             }
-            T tile[high][wide];
-            pstoreu(tile[0], sums_of<T>(sums));
-            for (int a = 0; a < high; ++a) std::memcpy(G.data + (i + a) * G.row_stride + j, tile[a], sizeof(tile[a]));
         }
+    }
+    T tile[high][wide];
+    pstoreu(tile[0], sums_of<T>(sums));
+    T *const place = out.data + i * out.row_stride + j;
+    for (int a = 0; a < high; ++a) std::memcpy(place + a * out.row_stride, tile[a], sizeof(tile[a]));
+}
+
+// The same for all of it, or for what lies from the diagonal on. Rows and columns are multiples of those of a tile.
+template <class T>
+void inner_products(Index rows, Index columns, const Span<T> *spans, Index count, Matrix<T> out, bool upper = false) {
+    for (Index i = 0; i < rows; i += inner_rows)
+        for (Index j = upper ? i : 0; j < columns; j += inner_columns<T>)
+            inner_product_tile<T>(spans, spans + count, i, j, out);
 }
 
 // The inverse of an upper triangular square of size `padding`, of which the strict upper half is in B and the inverse of

@@ -10,17 +10,8 @@
 
 namespace fasth {
 
-// The singular values between two products, times the signs of both: (2, count), or none.
-template <class T> struct Diagonal {
-    const T *sigma, *signs;
-    Index count;
-    T sign(Index c) const { return signs ? signs[c] * signs[count + c] : T(1); }
-};
-
 // One member's part of the work on one matrix of the batch.
 template <class T> class Member {
-    using Block = typename Workspace<T>::Block;
-
     const Problem &p;
     Team &team;
     const Strided<const T> V;
@@ -47,19 +38,18 @@ template <class T> class Member {
     }
 
     // This member's share of all T. The team has to meet after it.
-    void find_factors() {
-        const Factors<T> factors(p, V, own);
-        for (Index block = 0; block < p.blocks(); ++block)
-            if (dealt_to(block, team.size) == team.rank) factors.find(block, kept);
-    }
+    void find_factors() { Factors<T>(p, V, own).find_share(team, kept); }
     // Whether `forward` finds T on its way. If not, find_factors has to come before.
     bool finds_factors() const { return Workspace<T>::ahead(p) > 0; }
 
-    void load(Strided<const T> source, int set = 0) {
-        for_panels([&](Index q, Index column, Index width) {
+    // The first so many columns; the others are zero.
+    void load(Strided<const T> source, int set, Index columns) {
+        for_panels([&](Index q, Index column, Index all) {
             FASTH_PHASE(rows);
             T *const panel = own.rows[set] + q * p.panel_size();
             if (set == 0) own.now[q] = panel;
+            const Index width = std::clamp<Index>(columns - column, 0, all);
+            std::fill(panel + width * stride, panel + all * stride, T(0));
             Index done = 0; // rows that are there already
             if (source.row_stride == 1) {
                 for (Index c = 0; c < width; ++c)
@@ -75,6 +65,7 @@ template <class T> class Member {
             }
         });
     }
+    void load(Strided<const T> source, int set = 0) { load(source, set, p.d); }
     void store(Strided<T> target) const {
         for_panels([&](Index q, Index column, Index width) {
             FASTH_PHASE(rows);
@@ -92,18 +83,15 @@ template <class T> class Member {
         });
     }
 
-    // The rows of another product, each entry times its factor, and zeros where that has none.
-    void load_scaled(const Member &from, const Diagonal<T> &factors) {
+    // Rows, each entry times its factor, and zeros where that has none.
+    void load_scaled(Strided<const T> source, const Diagonal<T> &factors) {
+        load(source, 0, factors.count);
         for_panels([&](Index q, Index column, Index width) {
             T *const panel = own.rows[0] + q * p.panel_size();
-            own.now[q] = panel;
-            const Index count = std::clamp<Index>(factors.count - column, 0, width);
-            for (Index c = 0; c < count; ++c) {
-                const T *const source = from.now(q) + c * stride;
+            for (Index c = 0; c < std::min(width, factors.count - column); ++c) {
                 const T factor = factors.sigma[column + c] * factors.sign(column + c);
-                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] = source[i] * factor;
+                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] *= factor;
             }
-            for (Index c = count; c < width; ++c) std::fill_n(panel + c * stride, lanes, T(0));
         });
     }
     // Something added to every row.
@@ -115,27 +103,10 @@ template <class T> class Member {
             own.now[q] = panel;
         });
     }
-    void sum_columns(T *sums) const {
-        for_panels([&](Index q, Index column, Index width) {
-            for (Index c = 0; c < width; ++c)
-                sums[column + c] = sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; });
-        });
-    }
-    // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
-    void gradient_of_factors(const Member &of, const Diagonal<T> &factors, T *gradient) const {
-        for_panels([&](Index q, Index column, Index width) {
-            const T *const panel = own.rows[1] + q * p.panel_size();
-            for (Index c = 0; c < std::min(width, factors.count - column); ++c) {
-                const T *const mine = panel + c * stride, *const others = of.now(q) + c * stride;
-                gradient[column + c] = sum_of(p.m, [=](Index i) { return mine[i] * others[i]; }) * factors.sign(column + c);
-            }
-        });
-    }
-
     // The rows times Qᵀ, or Q if p.transpose.
     void forward() {
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
-        const auto turn_of = [&](Index step, const Block &at) {
+        const auto turn_of = [&](Index step, const Block<T> &at) {
             kept.get_factor(at.number, own.factor);
             multiply_by_factor(S, own.factor, p.transpose, own.Zt);
             if (step + 1 < p.blocks()) kept.prefetch_factor(p.block_at(step + 1, p.transpose));
@@ -151,19 +122,19 @@ template <class T> class Member {
                 own.now[q] = after;
             };
         };
-        sweep(p.transpose, 1, finds_factors(), turn_of, [](const Block &) {});
+        sweep(p.transpose, 1, finds_factors(), turn_of, [](const Block<T> &) {});
     }
 
-    // The rows, a gradient of the output, become that of x; the gradient of V, if wanted (data), needs the output in the
-    // second set of rows.
-    void backward(Strided<T> dV) {
+    // The rows, a gradient of the output, become that of x, which goes into its place, if it has one (data); the gradient of V,
+    // likewise, needs the output in the second set of rows.
+    void backward(Strided<T> dx, Strided<T> dV) {
         const bool way = !p.transpose;
         const int sets = dV.data && !kept.Z ? 2 : 1; // without states the output runs back beside its gradient
         // The others wait for the sums of the next block, not for ∂Y. So a team first does what they wait for.
         const bool later = dV.data && kept.Z && team.size > 1;
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const Gradient<T> gradient(p, reflectors, own, dV);
-        const auto begin = [&](const Block &at) {
+        const auto begin = [&](const Block<T> &at) {
             transpose<T>(kp, lanes, {own.Zt, stride}, {own.R, kp});
             if (!kept.Z) { // the way back gives −Z
                 transpose<T>(kp, lanes, {own.Zt + kp * stride, stride}, {own.Z, kp});
@@ -171,10 +142,10 @@ template <class T> class Member {
             }
             gradient.begin(at, Z_of(at), own.R, team);
         };
-        const auto of_panel = [&](const Block &at, Index q, Index from, Index to, const T *g) {
+        const auto of_panel = [&](const Block<T> &at, Index q, Index from, Index to, const T *g) {
             gradient.of_panel(at, q, from, to, Z_of(at), own.R, g, after_block(at, q, states));
         };
-        const auto turn_of = [&](Index step, const Block &at) {
+        const auto turn_of = [&](Index step, const Block<T> &at) {
             kept.get_factor(at.number, own.factor);
             for (int set = 0; set < sets; ++set)
                 multiply_by_factor(S + set * kp * stride, own.factor, way, own.Zt + set * kp * stride);
@@ -195,7 +166,7 @@ template <class T> class Member {
                 if (sets == 2) update(at, q, from, to, own.Zt + kp * stride, output, output);
             };
         };
-        const auto finish = [&](const Block &at) {
+        const auto finish = [&](const Block<T> &at) {
             if (!later) return;
             begin(at);
             reflectors.for_panels(at.number, [&](Index q, Index from, Index to) {
@@ -205,6 +176,7 @@ template <class T> class Member {
         };
         sweep(way, sets, false, turn_of, finish);
         if (dV.data) gradient.finish(team);
+        if (dx.data) store(dx);
     }
 
   private:
@@ -213,25 +185,14 @@ template <class T> class Member {
     template <class Action> void for_panels(const Action &action) const {
         for (Index q = 0; q < columns.panels; ++q) action(q, columns.column(q), columns.width(q));
     }
-    const T *Z_of(const Block &at) const { return kept.Z ? kept.Z_of(at.number) : own.Z; }
+    const T *Z_of(const Block<T> &at) const { return kept.Z ? kept.Z_of(at.number) : own.Z; }
     // The rows after a block: a state, or the output, in the second set of rows, which runs back where there are no states.
-    const T *after_block(const Block &at, Index q, const States<T> &states) const {
+    const T *after_block(const Block<T> &at, Index q, const States<T> &states) const {
         if (!kept.Z || at.number == p.block_at(0, !p.transpose)) return own.rows[1] + q * p.panel_size();
         const T *const after = states.of(at.number, q);
         if (reflectors.far && q + 1 < columns.panels) prefetch<false>(after + p.panel_size(), 1, 0, p.panel_size());
         return after;
     }
-    template <class Entry> static T sum_of(Index count, const Entry &entry) { // several sums at once, then these
-        constexpr Index width = packet_size<T>;
-        T sums[width] = {}, sum = 0;
-        Index i = 0;
-        for (; i + width <= count; i += width)
-            for (Index l = 0; l < width; ++l) sums[l] += entry(i + l);
-        for (; i < count; ++i) sum += entry(i);
-        for (const T s : sums) sum += s;
-        return sum;
-    }
-
     // T of the block that acts as number `step`: first its G, of which each member has a summand; then, when all have met, the
     // rest, by one member; and when all have met again it is there.
     void begin_factor(Index step) {
@@ -261,7 +222,7 @@ template <class T> class Member {
         if (p.blocks() == 0) return;
         const Index ahead = finds ? Workspace<T>::ahead(p) : 0;
         if (finds) find_first_factors(ahead);
-        Block *at = &own.blocks[0], *next = &own.blocks[1];
+        Block<T> *at = &own.blocks[0], *next = &own.blocks[1];
         T *sums = begin_sums(sets);
         prepare(*at, p.block_at(0, way));
         reflectors.for_panels(at->number, [&](Index q, Index from, Index to) { add_products(*at, q, from, to, sets, sums); });
@@ -294,7 +255,7 @@ template <class T> class Member {
         std::fill(mine, mine + sets * kp * stride, T(0));
         return mine;
     }
-    void prepare(Block &at, Index block) const { reflectors.prepare(at, block, kept.scales + block * p.k); }
+    void prepare(Block<T> &at, Index block) const { reflectors.prepare(at, block, kept.scales + block * p.k); }
 
     void announce(int sets) {
         awaited_slots = shared.sums[turn];
@@ -330,7 +291,7 @@ template <class T> class Member {
     }
 
     // Sᵀ += Y · rowsᵀ in one panel, for every set of rows.
-    void add_products(const Block &at, Index q, Index from, Index to, int sets, T *sum) const {
+    void add_products(const Block<T> &at, Index q, Index from, Index to, int sets, T *sum) const {
         FASTH_PHASE(S);
         const Strided<const T> y = at.Y[q];
         for (int set = 0; set < sets; ++set, sum += kp * stride) {
@@ -342,7 +303,7 @@ template <class T> class Member {
     }
 
     // after = rows − Yᵀ Zᵀ in one panel, on the columns that the block reaches.
-    void update(const Block &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after) const {
+    void update(const Block<T> &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after) const {
         FASTH_PHASE(update);
         const Strided<const T> y = at.Y[q];
         product<Result::subtract, T>(to - from, lanes,

@@ -25,27 +25,25 @@ struct Piece {
 
 // V, as far as it lies in some columns: those of a member, or all.
 template <class T> struct Reflectors {
-    using Block = typename Workspace<T>::Block;
-
     const Problem &p;
     const Strided<const T> V;
     const Columns columns;
     const Index kp;
-    const bool by_columns; // whether V is stored by columns
+    const bool by_columns; // whether V is stored by columns, and read so
     const bool far;        // whether V is too large to be in the second-level cache when it is wanted
 
     Reflectors(const Problem &p, Strided<const T> V, const Columns &columns)
-        : p(p), V(V), columns(columns), kp(p.padded_k()), by_columns(V.row_stride == 1 && V.column_stride != 1),
+        : p(p), V(V), columns(columns), kp(p.padded_k()), by_columns(V.row_stride == 1 && V.column_stride != 1 && !p.in_rows),
           far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
 
-    // action(panel, from, to) on every panel that the block reaches.
+    // action(panel, from, to) on every panel that the block reaches, in whole packets if these are read.
     template <class Action> void for_panels(Index block, const Action &action) const {
         for (Index q = columns.first_panel(p, block); q < columns.panels; ++q)
-            action(q, columns.from(p, block, q), columns.width(q));
+            action(q, columns.from(p, block, q), round_up(columns.width(q), p.in_rows ? p.packet : 1));
     }
 
     // A block, with the scales given, or none.
-    void prepare(Block &at, Index block, const T *scales) const {
+    void prepare(Block<T> &at, Index block, const T *scales) const {
         const Index kb = p.size_of(block);
         at.number = block;
         at.size = kb;
@@ -65,9 +63,12 @@ template <class T> struct Reflectors {
                 p.triangular(), p.kind == Kind::compact};
     }
 
-    // V is read as it lies, except where the triangle ends, in a short block, and where reflectors are scaled.
-    bool packed(const Block &at, Index q) const {
-        return at.scaled || at.size != kp || !piece(at.number, q).whole();
+    // V is read as it lies, except where the triangle ends, in a short block, where reflectors are scaled, and where they are
+    // not in packets that are needed.
+    bool packed(const Block<T> &at, Index q) const {
+        const Piece piece = this->piece(at.number, q);
+        return at.scaled || at.size != kp || !piece.whole() ||
+               (p.in_rows && (V.column_stride != 1 || piece.width % p.packet != 0));
     }
 
     // Asks for the block's entries in a panel ahead of their use.
@@ -82,7 +83,7 @@ template <class T> struct Reflectors {
 
   private:
     // Y of the block in one panel, with zeros for whatever is not there.
-    void pack(const Block &at, Index q, Index from, Index to) const {
+    void pack(const Block<T> &at, Index q, Index from, Index to) const {
         FASTH_PHASE(pack);
         const Piece piece = this->piece(at.number, q);
         T *const place = at.packed + q * kp * p.panel;
@@ -94,10 +95,19 @@ template <class T> struct Reflectors {
             copy_up_to<T>(piece.width, kp, {source, V.column_stride}, {y, kp}, [&](Index c) { return piece.stop(c); });
         } else if (V.column_stride == 1 && piece.rows == kp && piece.width % p.packet == 0) {
             copy_from<T>(kp, piece.width, {source, V.row_stride}, {y, p.panel}, [&](Index j) { return piece.start(j); });
+        } else if (V.column_stride == 1) {
+            for (Index j = 0; j < kp; ++j) {
+                const Index start = j < piece.rows ? piece.start(j) : piece.width;
+                T *const row = std::fill_n(y + j * p.panel, start, T(0));
+                std::fill(std::copy(source + j * V.row_stride + start, source + j * V.row_stride + piece.width, row),
+                          y + j * p.panel + (to - from), T(0));
+            }
         } else {
             for (Index c = 0; c < to - from; ++c)
                 for (Index j = 0; j < kp; ++j)
-                    y[j * down + c * along] = j < piece.rows && c >= piece.start(j) ? V(piece.row + j, piece.column + c) : T(0);
+                    y[j * down + c * along] = j < piece.rows && c < piece.width && c >= piece.start(j)
+                                                  ? V(piece.row + j, piece.column + c)
+                                                  : T(0);
         }
         for (Index j = 0; piece.compact && j < piece.rows; ++j)
             if (const Index c = piece.row + j - piece.column; c >= 0 && c < piece.width) y[j * down + c * along] = T(1);
@@ -108,20 +118,22 @@ template <class T> struct Reflectors {
 
 // Scales and T of blocks.
 template <class T> class Factors {
-    using Own = typename Workspace<T>::Own;
-
     const Problem &p;
     const Reflectors<T> whole;
-    Own &own;
+    Scratch<T> &own;
     const Index kp;
 
   public:
-    Factors(const Problem &p, Strided<const T> V, Own &own)
+    Factors(const Problem &p, Strided<const T> V, Scratch<T> &own)
         : p(p), whole(p, V, Columns(p, 1, 0)), own(own), kp(p.padded_k()) {}
 
-    void find(Index block, const Kept<T> &to) const {
-        find_gram(whole, block, own.G);
-        finish(block, to);
+    // A member's share of all T. The team has to meet after it.
+    void find_share(const Team &team, const Kept<T> &to) const {
+        for (Index block = 0; block < p.blocks(); ++block) {
+            if (dealt_to(block, team.size) != team.rank) continue;
+            find_gram(whole, block, own.G);
+            finish(block, to);
+        }
     }
     // G = Y Yᵀ from the diagonal on, of the columns given.
     void find_gram(const Reflectors<T> &columns, Index block, T *G) const {
@@ -155,14 +167,14 @@ template <class T> class Factors {
             if (!in_packets(q, from, to)) return;
             const Strided<const T> y = own.whole.Y[q];
             Span<T> *const last = count ? own.spans + count - 1 : nullptr;
-            if (last && last->data + last->columns == y.data && last->row_stride == y.row_stride)
+            if (last && last->right + last->columns == y.data && last->right_stride == y.row_stride)
                 last->columns += to - from;
             else
-                own.spans[count++] = {y.data, y.row_stride, to - from};
+                own.spans[count++] = {y.data, y.row_stride, y.data, y.row_stride, to - from};
         });
         std::fill(G, G + kp * kp, T(0));
         if constexpr (has_inner_products<T>)
-            if (count) inner_products<T>(kp, own.spans, count, {G, kp});
+            if (count) inner_products<T>(kp, kp, own.spans, count, {G, kp}, true);
         columns.for_panels(own.whole.number, [&](Index q, Index from, Index to) {
             if (in_packets(q, from, to)) return;
             columns.template prefetch_panel<false>(columns.V, own.whole.number, q + 1);

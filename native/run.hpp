@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #ifdef _OPENMP
@@ -10,6 +11,7 @@
 #endif
 
 #include "reflections.hpp"
+#include "rowwise.hpp"
 
 namespace fasth {
 
@@ -36,15 +38,45 @@ inline Plan plan_for(const Problem &p, Index batch, int threads) {
     return plan_for(batch, batch * p.lanes() * p.reflectors() * p.d, p.panels(), threads);
 }
 
+// The same problem for rows as they come. They pay where they would not fill registers side by side; and where V stays in the
+// second-level cache of every member, since every member reads all of it.
+inline Problem in_rows(Problem p) {
+    p.in_rows = true;
+    p.panel = widest_panel;
+    return p;
+}
+template <class T> bool rows_pay(const Problem &p, int members) {
+    const Index bytes = p.reflectors() * p.d * Index(sizeof(T)) / (p.triangular() ? 2 : 1);
+    return has_inner_products<T> && p.m <= (bytes <= Index(768) << 10 ? p.packet * members : p.packet / 2);
+}
+
 // What a team needs for one problem.
 template <class T> struct Bench {
-    Workspace<T> shared;
+    std::optional<Workspace<T>> columns;
     std::vector<typename Workspace<T>::Own> own;
-    Bench(const Problem &p, int members, int sets, Arena &arena) : shared(p, members, sets, arena) {
-        for (int i = 0; i < members; ++i) own.push_back(Workspace<T>::own(p, members, sets, arena));
+    std::optional<RowSpace<T>> rows;
+    std::vector<typename RowSpace<T>::Own> own_rows;
+
+    Bench(const Problem &p, int members, bool back, Arena &arena) {
+        if (p.in_rows) {
+            rows.emplace(p, back, arena);
+            for (int i = 0; i < members; ++i) own_rows.push_back(RowSpace<T>::own(p, arena));
+        } else {
+            const int sets = back ? 2 : 1;
+            columns.emplace(p, members, sets, arena);
+            for (int i = 0; i < members; ++i) own.push_back(Workspace<T>::own(p, members, sets, arena));
+        }
     }
-    Member<T> member(const Problem &p, Team &team, Strided<const T> V, const Kept<T> &kept) const {
-        return {p, team, V, shared, own[std::size_t(team.rank)], kept};
+    // use(member), of either kind.
+    template <class Use> void with_member(const Problem &p, Team &team, Strided<const T> V, const Kept<T> &kept, const Use &use) const {
+        const auto rank = std::size_t(team.rank);
+        if (p.in_rows) {
+            Rowwise<T> member(p, team, V, *rows, own_rows[rank], kept);
+            use(member);
+        } else {
+            Member<T> member(p, team, V, *columns, own[rank], kept);
+            use(member);
+        }
     }
 };
 
@@ -85,14 +117,22 @@ template <class LayOut, class Work> int for_batch(const Plan &plan, Index batch,
     return 1;
 }
 
-// What is kept is one of: nothing; scales and T; these with Z and the rows after every block, for so many members.
-constexpr int nothing_kept = -1, factors_kept = 0;
+// What is kept is one of: nothing; scales and T; these with Z and the rows after every block, as they come, or else for so
+// many members.
+constexpr int rows_kept = -2, nothing_kept = -1, factors_kept = 0;
 
+// The problem is the one that this is kept of: in rows if these are kept.
 template <class T> Index kept_size(const Problem &p, int kept) {
-    return kept == nothing_kept ? 0 : Kept<T>::size(p, std::max(kept, 1), kept > 0);
+    return kept == nothing_kept ? 0 : Kept<T>::size(p, std::max(kept, 1), kept != factors_kept);
 }
 // What a team of another size than planned for keeps.
-inline int kept_by(int members, int planned) { return members == planned ? planned : std::min(planned, factors_kept); }
+inline int kept_by(int members, int planned) {
+    return members == planned || planned == rows_kept ? planned : std::min(planned, factors_kept);
+}
+template <class T> Kept<T> kept_part(const Problem &p, T *memory, int members, int kept) {
+    if (!memory || kept == nothing_kept) return {};
+    return {p, memory, members, kept == members || kept == rows_kept};
+}
 
 // Zeros where nothing was written: between the parts of what is kept, beside the last columns, and behind all of it, up to
 // `size`. What an operator of PyTorch gives back should not be what happened to be in memory.
@@ -117,107 +157,160 @@ template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int 
     std::fill(memory + kept_size<T>(p, kept), memory + size, T(0));
 }
 
-// x Qᵀ or x Q, and its gradients, for a batch.
+// One product, in either layout.
+template <class T> struct Layouts {
+    Problem columns, rows;
+    bool prefers_rows;
+
+    Layouts(const Problem &p, bool by_rows, int members)
+        : columns(p), rows(in_rows(p)), prefers_rows(by_rows && rows_pay<T>(p, members)) {}
+    const Problem &of(int kept) const { return kept == rows_kept ? rows : columns; }
+    // The one to go forward in, if this is to be kept.
+    const Problem &forward(int kept) const { return kept > factors_kept || !prefers_rows ? columns : rows; }
+    Index size(int kept) const { return kept_size<T>(of(kept), kept); }
+    int best_kept(int members) const { return prefers_rows ? rows_kept : members; }
+};
+
+// x Qᵀ or x Q, and its gradients, for a batch. `by_rows`: whether V is stored so.
 template <class T> struct Reflection {
-    Problem p;
     Index batch;
     Plan plan;
+    Layouts<T> layouts;
 
-    Reflection(const Problem &p, Index batch, int threads) : p(p), batch(batch), plan(plan_for(p, batch, threads)) {}
+    Reflection(const Problem &p, Index batch, int threads, bool by_rows)
+        : batch(batch), plan(plan_for(p, batch, threads)), layouts(p, by_rows, plan.members) {}
 
     // The most that may be kept in so much room, and is worth it: to fetch a large matrix' states from memory takes longer
     // than to run the output back.
     int best_kept(Index room) const {
-        const bool states_pay = kept_size<T>(p, plan.members) * Index(sizeof(T)) <= Index(48) << 20;
-        for (const int kept : {plan.members, factors_kept})
-            if (size(kept) <= room && (kept == factors_kept || states_pay)) return kept;
-        return nothing_kept;
+        for (const int kept : {layouts.best_kept(plan.members), plan.members}) {
+            const bool states_pay = layouts.size(kept) * Index(sizeof(T)) <= Index(48) << 20;
+            if (size(kept) <= room && states_pay) return kept;
+        }
+        return size(factors_kept) <= room ? factors_kept : nothing_kept;
     }
-    Index size(int kept) const { return batch * kept_size<T>(p, kept); }
+    Index size(int kept) const { return batch * layouts.size(kept); }
 
     // Gives back what was kept.
     int forward(Batch<const T> x, Batch<const T> V, T *out, T *memory, int planned) const {
+        const Problem &p = layouts.forward(planned);
         const Batch<T> outs = in_rows(out, p.m, p.d);
-        const int members = for_batch(plan, batch, lay_out(1), [&](const Bench<T> &bench, Team &team, Index b) {
-            Member<T> member = bench.member(p, team, V[b], part(memory, b, team, kept_by(team.size, planned)));
-            if (!member.finds_factors()) member.find_factors(), team.meet();
-            member.load(x[b]);
-            member.forward();
-            member.store(outs[b]);
+        const int members = for_batch(plan, batch, lay_out(p, false), [&](const Bench<T> &bench, Team &team, Index b) {
+            bench.with_member(p, team, V[b], part(memory, b, team, kept_by(team.size, planned)), [&](auto &member) {
+                if (!member.finds_factors()) member.find_factors(), team.meet();
+                member.load(x[b]);
+                member.forward();
+                member.store(outs[b]);
+            });
         });
         return kept_by(members, planned);
     }
     // `kept` is what forward gave back. dx and dV may be left out.
     void backward(Batch<const T> g, const T *out, Batch<const T> V, T *memory, int kept, T *dx, Batch<T> dV) const {
+        const Problem &p = layouts.of(kept);
         const Batch<T> dxs = in_rows(dx, p.m, p.d);
         const Batch<const T> outs = in_rows(out, p.m, p.d);
-        for_batch(plan, batch, lay_out(dV.data ? 2 : 1), [&](const Bench<T> &bench, Team &team, Index b) {
-            Member<T> member = bench.member(p, team, V[b], part(memory, b, team, kept));
-            if (kept == nothing_kept) member.find_factors(), team.meet();
-            member.load(g[b]);
-            if (dV.data) member.load(outs[b], 1);
-            member.backward(dV[b]);
-            if (dx) member.store(dxs[b]);
+        for_batch(plan, batch, lay_out(p, dV.data || p.in_rows), [&](const Bench<T> &bench, Team &team, Index b) {
+            bench.with_member(p, team, V[b], part(memory, b, team, kept), [&](auto &member) {
+                if (kept == nothing_kept) member.find_factors(), team.meet();
+                member.load(g[b]);
+                if (dV.data) member.load(outs[b], 1);
+                member.backward(dxs[b], dV[b]);
+            });
         });
     }
     void clear(T *memory, Index all, int kept) const {
-        const Index each = kept_size<T>(p, kept);
-        for (Index b = 0; b < batch && each; ++b) clear_gaps(p, memory + b * each, each, kept);
+        const Index each = layouts.size(kept);
+        for (Index b = 0; b < batch && each; ++b) clear_gaps(layouts.of(kept), memory + b * each, each, kept);
         std::fill(memory + size(kept), memory + all, T(0));
     }
 
   private:
-    auto lay_out(int sets) const {
-        return [this, sets](int members, Arena &arena) { return Bench<T>(p, members, sets, arena); };
+    static auto lay_out(const Problem &p, bool back) {
+        return [&p, back](int members, Arena &arena) { return Bench<T>(p, members, back, arena); };
     }
     Kept<T> part(T *memory, Index b, const Team &team, int kept) const {
-        if (!memory || kept == nothing_kept) return {};
-        return {p, memory + b * kept_size<T>(p, kept), team.size, team.size == kept};
+        return kept_part(layouts.of(kept), memory ? memory + b * layouts.size(kept) : nullptr, team.size, kept);
     }
 };
 
+// The columns of a matrix with so many rows, shared out over a team: sums[c] = Σ entry(i, c).
+template <class T, class Entry> void sum_columns(Index rows, Index columns, const Team &team, T *sums, const Entry &entry) {
+    constexpr Index chunk = 64 / Index(sizeof(T));
+    const Index chunks = (columns + chunk - 1) / chunk;
+    const Index from = chunks * team.rank / team.size * chunk, to = std::min(chunks * (team.rank + 1) / team.size * chunk, columns);
+    std::fill(sums + from, sums + to, T(0));
+    for (Index i = 0; i < rows; ++i)
+        for (Index c = from; c < to; ++c) sums[c] += entry(i, c);
+}
+
 // x Wᵀ with W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have
-// the same team, and a member has the same columns of both.
+// the same team.
 template <class T> struct Weight {
-    Problem V, U;
     Strided<const T> V_reflectors, U_reflectors;
     Diagonal<T> diagonal;
     Plan plan;
+    Layouts<T> V, U;
 
     Weight(const Problem &V, const Problem &U, Strided<const T> V_reflectors, Strided<const T> U_reflectors,
            const Diagonal<T> &diagonal, int threads)
-        : V(V), U(U), V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
+        : V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
           plan(plan_for(1, V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d),
-                        std::min(V.panels(), U.panels()), threads)) {}
+                        std::min(V.panels(), U.panels()), std::min(threads, most_members))),
+          V(V, V_reflectors.column_stride == 1, plan.members), U(U, U_reflectors.column_stride == 1, plan.members) {}
 
-    // Kept, in this order: the rows after the first product and those after the second, by columns; what each keeps besides.
-    Index U_output() const { return round_up(V.m * V.d, 16); }
-    Index V_kept() const { return U_output() + round_up(U.m * U.d, 16); }
-    Index U_kept(int kept) const { return V_kept() + kept_size<T>(V, kept); }
-    Index size(int kept) const { return U_kept(kept) + kept_size<T>(U, kept); }
-    int best_kept(Index room) const { return size(plan.members) <= room ? plan.members : factors_kept; }
+    // What is kept of both products is one number.
+    struct Both {
+        int V, U;
+        static constexpr int base = 2048;
+        explicit Both(int code) : V(code < 0 ? nothing_kept : code / base + rows_kept), U(code < 0 ? nothing_kept : code % base + rows_kept) {}
+        static int code(int V, int U) {
+            return V == nothing_kept ? nothing_kept : (V - rows_kept) * base + (U - rows_kept);
+        }
+    };
+    static constexpr int most_members = Both::base + rows_kept - 1;
+
+    // Kept, in this order: the rows after the first product and those after the second; what each keeps besides.
+    Index U_output() const { return round_up(V.columns.m * V.columns.d, 16); }
+    Index V_kept() const { return U_output() + round_up(U.columns.m * U.columns.d, 16); }
+    Index U_kept(const Both &kept) const { return V_kept() + V.size(kept.V); }
+    Index size(int code) const {
+        const Both kept(code);
+        return U_kept(kept) + U.size(kept.U);
+    }
+    int best_kept(Index room) const {
+        const int best = Both::code(V.best_kept(plan.members), U.best_kept(plan.members));
+        const int columns = Both::code(plan.members, plan.members);
+        for (const int code : {best, columns})
+            if (size(code) <= room) return code;
+        return Both::code(factors_kept, factors_kept);
+    }
 
     // Gives back what was kept, which may be nothing only where there is no memory for it.
     int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
-        const int members = for_batch(plan, 1, lay_out(1), [&](const Benches &benches, Team &team, Index) {
-            const int kept = kept_by(team.size, planned);
-            Member<T> v = benches.V.member(V, team, V_reflectors, V_part(memory, team, kept));
-            Member<T> u = benches.U.member(U, team, U_reflectors, U_part(memory, team, kept));
-            if (!v.finds_factors()) v.find_factors();
-            if (!u.finds_factors()) u.find_factors();
-            team.meet();
-            v.load(x);
-            v.forward();
-            u.load_scaled(v, diagonal);
-            u.forward();
-            if (memory) {
-                v.store({memory, 1, V.m});
-                u.store({memory + U_output(), 1, U.m});
-            }
-            if (bias) u.add(bias);
-            u.store(out);
+        const Both plans(planned);
+        const Problem &v = V.forward(plans.V), &u = U.forward(plans.U);
+        const auto kept_by_team = [&](int members) { return Both::code(kept_by(members, plans.V), kept_by(members, plans.U)); };
+        const int members = for_batch(plan, 1, lay_out(v, u, false), [&](const Benches &benches, Team &team, Index) {
+            const Both kept(kept_by_team(team.size));
+            T *const between = memory ? memory : benches.between;
+            benches.V.with_member(v, team, V_reflectors, V_part(memory, team, kept), [&](auto &product) {
+                if (!product.finds_factors()) product.find_factors(), team.meet();
+                product.load(x);
+                product.forward();
+                product.store({between, v.d, 1});
+            });
+            benches.U.with_member(u, team, U_reflectors, U_part(memory, team, kept), [&](auto &product) {
+                if (!product.finds_factors()) product.find_factors();
+                team.meet();
+                product.load_scaled({between, v.d, 1}, diagonal);
+                product.forward();
+                if (memory) product.store({memory + U_output(), u.d, 1});
+                if (bias) product.add(bias);
+                product.store(out);
+            });
         });
-        return kept_by(members, planned);
+        return kept_by_team(members);
     }
 
     struct Gradients { // any but that of sigma may be left out
@@ -226,45 +319,54 @@ template <class T> struct Weight {
         Strided<T> U;
         T *bias;
     };
-    void backward(Strided<const T> g, T *memory, int kept, const Gradients &to) const {
-        for_batch(plan, 1, lay_out(2), [&](const Benches &benches, Team &team, Index) {
-            Member<T> v = benches.V.member(V, team, V_reflectors, V_part(memory, team, kept));
-            Member<T> u = benches.U.member(U, team, U_reflectors, U_part(memory, team, kept));
-            u.load(g);
-            if (to.bias) u.sum_columns(to.bias);
-            if (to.U.data) u.load({memory + U_output(), 1, U.m}, 1);
-            u.backward(to.U);
-            v.load({memory, 1, V.m}, 1);
-            v.gradient_of_factors(u, diagonal, to.sigma);
+    void backward(Strided<const T> g, T *memory, int code, const Gradients &to) const {
+        const Both kept(code);
+        const Problem &v = V.of(kept.V), &u = U.of(kept.U);
+        for_batch(plan, 1, lay_out(v, u, true), [&](const Benches &benches, Team &team, Index) {
+            T *const between = benches.between;
+            if (to.bias) sum_columns(u.m, u.d, team, to.bias, [&](Index i, Index c) { return g(i, c); });
+            benches.U.with_member(u, team, U_reflectors, U_part(memory, team, kept), [&](auto &product) {
+                product.load(g);
+                if (to.U.data) product.load({memory + U_output(), u.d, 1}, 1);
+                product.backward({between, u.d, 1}, to.U);
+            });
+            team.meet();
+            sum_columns(v.m, diagonal.count, team, to.sigma, [&](Index i, Index c) {
+                return memory[i * v.d + c] * between[i * u.d + c] * diagonal.sign(c);
+            });
             if (!to.x.data && !to.V.data) return;
-            v.load_scaled(u, diagonal);
-            v.backward(to.V);
-            if (to.x.data) v.store(to.x);
-            if (to.V.data && V.shares) // the diagonal between U and V is nobody's
-                for (Index i = team.rank; i < V.reflectors(); i += team.size) to.V(i, i) = T(0);
+            benches.V.with_member(v, team, V_reflectors, V_part(memory, team, kept), [&](auto &product) {
+                product.load_scaled({between, u.d, 1}, diagonal);
+                if (to.V.data) product.load({memory, v.d, 1}, 1);
+                product.backward(to.x, to.V);
+            });
+            if (to.V.data && v.shares) // the diagonal between U and V is nobody's
+                for (Index i = team.rank; i < v.reflectors(); i += team.size) to.V(i, i) = T(0);
         });
     }
-    void clear(T *memory, Index all, int kept) const {
-        std::fill(memory + V.m * V.d, memory + U_output(), T(0));
-        std::fill(memory + U_output() + U.m * U.d, memory + V_kept(), T(0));
-        clear_gaps(V, memory + V_kept(), U_kept(kept) - V_kept(), kept);
-        clear_gaps(U, memory + U_kept(kept), all - U_kept(kept), kept);
+    void clear(T *memory, Index all, int code) const {
+        const Both kept(code);
+        std::fill(memory + V.columns.m * V.columns.d, memory + U_output(), T(0));
+        std::fill(memory + U_output() + U.columns.m * U.columns.d, memory + V_kept(), T(0));
+        clear_gaps(V.of(kept.V), memory + V_kept(), U_kept(kept) - V_kept(), kept.V);
+        clear_gaps(U.of(kept.U), memory + U_kept(kept), all - U_kept(kept), kept.U);
     }
 
   private:
     struct Benches {
         Bench<T> V, U;
+        T *between; // the rows between the two products, or their gradient
     };
-    auto lay_out(int sets) const {
-        return [this, sets](int members, Arena &arena) { return Benches{{V, members, sets, arena}, {U, members, sets, arena}}; };
+    static auto lay_out(const Problem &v, const Problem &u, bool back) {
+        return [&v, &u, back](int members, Arena &arena) {
+            return Benches{{v, members, back, arena}, {u, members, back, arena}, arena.take<T>(v.m * std::max(v.d, u.d))};
+        };
     }
-    Kept<T> V_part(T *memory, const Team &team, int kept) const {
-        if (!memory) return {};
-        return {V, memory + V_kept(), team.size, team.size == kept};
+    Kept<T> V_part(T *memory, const Team &team, const Both &kept) const {
+        return kept_part(V.of(kept.V), memory ? memory + V_kept() : nullptr, team.size, kept.V);
     }
-    Kept<T> U_part(T *memory, const Team &team, int kept) const {
-        if (!memory) return {};
-        return {U, memory + U_kept(kept), team.size, team.size == kept};
+    Kept<T> U_part(T *memory, const Team &team, const Both &kept) const {
+        return kept_part(U.of(kept.U), memory ? memory + U_kept(kept) : nullptr, team.size, kept.U);
     }
 };
 

@@ -21,6 +21,7 @@ class Team {
     const int size, rank;
 
     Team(int size, int rank, Meeting &meeting) : size(size), rank(rank), meeting(meeting) {}
+    Team alone() const { return {1, 0, meeting}; }
 
     void arrive() {
         if (size == 1) return;
