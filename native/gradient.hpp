@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "reflectors.hpp"
 
@@ -25,51 +26,14 @@ template <class T> class Gradient {
         if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, start, team);
     }
 
-    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV; computed as its transpose.
+    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.
     void of_panel(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         FASTH_PHASE(gradient);
         if (!streams()) reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
-        const Index kb = at.size;
-        const Strided<const T> y = at.Y[q];
-        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
-                                   p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
-                                  {p.m, g + from * stride, stride, 1, {Z, kp}},
-                                  {p.m, after + from * stride, stride, 1, {R, kp}}};
-        const Piece piece = reflectors.piece(at.number, q);
-        if (dV.row_stride == 1 && dV.column_stride != 1 && !reflectors.packed(at, q)) {
-            const Matrix<T> place{&dV(piece.row, piece.column), dV.column_stride};
-            if (p.adds) return product<Result::subtract, T>(to - from, kp, terms, {place.data, place.row_stride}, place);
-            return streams() ? product<Result::negative_streamed, T>(to - from, kp, terms, {nullptr, 0}, place)
-                             : product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, place);
-        }
-        product<Result::negative, T>(to - from, kp, terms, {nullptr, 0}, {own.dY, kp});
-        for (Index c = 0; at.scaled && c < to - from; ++c)
-            for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
-        if (dV.column_stride == 1)
-            store_in_rows(piece, !reflectors.packed(at, q) && piece.width % p.packet == 0);
+        if (p.in_rows && !by_columns())
+            in_rows(at, q, from, to, Z, R, g, after);
         else
-            store_in_columns(piece);
-    }
-
-    // The same for rows as they come, of which a panel has so many columns.
-    void of_panel_in_rows(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
-        FASTH_PHASE(gradient);
-        const Strided<const T> y = at.Y[q];
-        const Term<T> terms[3] = {{at.size, own.N, 1, kp, {y.data, y.row_stride}, p.transpose ? Shape::upper_left : Shape::lower_left},
-                                  {p.m, Z, 1, kp, {g + from, to}},
-                                  {p.m, R, 1, kp, {after + from, to}}};
-        const Piece piece = reflectors.piece(at.number, q);
-        if (dV.column_stride == 1 && !reflectors.packed(at, q)) {
-            const Matrix<T> place{&dV(piece.row, piece.column), dV.row_stride};
-            if (p.adds)
-                return product<Result::subtract, T, 3, widest_tile>(at.size, to - from, terms, {place.data, place.row_stride}, place);
-            return streams() ? product<Result::negative_streamed, T, 3, widest_tile>(at.size, to - from, terms, {nullptr, 0}, place)
-                             : product<Result::negative, T, 3, widest_tile>(at.size, to - from, terms, {nullptr, 0}, place);
-        }
-        product<Result::negative, T, 3, widest_tile>(at.size, to - from, terms, {nullptr, 0}, {own.turned, p.panel});
-        for (Index j = 0; at.scaled && j < at.size; ++j)
-            for (Index c = 0; c < to - from; ++c) own.turned[j * p.panel + c] /= at.scale[j];
-        store_turned(piece);
+            transposed(at, q, from, Z, R, g, after, p.in_rows ? 1 : stride, p.in_rows ? to : 1);
     }
 
     // Zeros for the reflectors that are left out.
@@ -79,6 +43,58 @@ template <class T> class Gradient {
     }
 
   private:
+    bool by_columns() const { return dV.row_stride == 1 && dV.column_stride != 1; }
+
+    // For rows as they come: g and the rows after the block are read in packets, as Y is.
+    void in_rows(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
+        const Strided<const T> y = at.Y[q];
+        const Term<T> terms[3] = {{at.size, own.N, 1, kp, {y.data, y.row_stride}, p.transpose ? Shape::upper_left : Shape::lower_left},
+                                  {p.m, Z, 1, kp, {g + from, to}},
+                                  {p.m, R, 1, kp, {after + from, to}}};
+        const Piece piece = reflectors.piece(at.number, q);
+        const auto into = [&](auto result, Matrix<T> place) {
+            product<result(), T, 3, widest_tile>(at.size, to - from, terms, {place.data, place.row_stride}, place);
+        };
+        if (dV.column_stride == 1 && reflectors.whole(at, q) && piece.width % p.packet == 0)
+            return give({&dV(piece.row, piece.column), dV.row_stride}, into);
+        into(Constant<Result::negative>(), {own.turned, p.panel});
+        for (Index j = 0; at.scaled && j < at.size; ++j)
+            for (Index c = 0; c < to - from; ++c) own.turned[j * p.panel + c] /= at.scale[j];
+        store_turned(piece);
+    }
+    // ∂Yᵀ, of which N, Z and R are read in packets. An entry of g is `along` from the next in its row, and `down` in its column.
+    void transposed(const Block<T> &at, Index q, Index from, const T *Z, const T *R, const T *g, const T *after, Index along,
+                    Index down) const {
+        const Index kb = at.size;
+        const Strided<const T> y = at.Y[q];
+        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
+                                   p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
+                                  {p.m, g + from * along, along, down, {Z, kp}},
+                                  {p.m, after + from * along, along, down, {R, kp}}};
+        const Piece piece = reflectors.piece(at.number, q);
+        const auto into = [&](auto result, Matrix<T> place) {
+            product<result(), T>(piece.width, kp, terms, {place.data, place.row_stride}, place);
+        };
+        if (by_columns() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
+        into(Constant<Result::negative>(), {own.dY, kp});
+        for (Index c = 0; at.scaled && c < piece.width; ++c)
+            for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
+        if (dV.column_stride == 1)
+            store_in_rows(piece, reflectors.whole(at, q) && piece.width % p.packet == 0);
+        else
+            store_in_columns(piece);
+    }
+    // A product straight into its place.
+    template <Result result> using Constant = std::integral_constant<Result, result>;
+    template <class Into> void give(Matrix<T> place, const Into &into) const {
+        if (p.adds)
+            into(Constant<Result::subtract>(), place);
+        else if (streams())
+            into(Constant<Result::negative_streamed>(), place);
+        else
+            into(Constant<Result::negative>(), place);
+    }
+
     // own.dY into its place, where that is stored by rows.
     void store_in_rows(const Piece &at, bool whole_packets) const {
         if (whole_packets && !p.adds) { // the usual case

@@ -247,18 +247,20 @@ template <class T> struct Workspace {
         Index *offsets;          // of the states
     };
 
-    Workspace(const Problem &p, int members, int sets, Arena &arena)
-        : sum_size(sets * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members, false))) {
+    // `back`: with a second set of rows, and room for the gradient of V.
+    Workspace(const Problem &p, int members, bool back, Arena &arena)
+        : sum_size((1 + back) * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members, false))) {
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
         grams = arena.take<T>(ahead(p) * members * p.padded_k() * p.padded_k());
     }
-    static Own own(const Problem &p, int members, int sets, Arena &arena) {
+    static Own own(const Problem &p, int members, bool back, Arena &arena) {
+        const int sets = 1 + back;
         const Index kp = p.padded_k(), deal = 2 * members, panels = (p.panels() + deal - 1) / deal * 2; // at most
         Own own;
         static_cast<Scratch<T> &>(own) = Scratch<T>::take(p, arena);
         for (auto &block : own.blocks) block = Block<T>::take(p, panels, arena);
         for (int set = 0; set < 2; ++set) own.rows[set] = set < sets ? arena.take<T>(panels * p.panel_size()) : nullptr;
-        own.others = sets == 2 ? arena.take<T>(panels * p.panel_size()) : nullptr;
+        own.others = back ? arena.take<T>(panels * p.panel_size()) : nullptr;
         own.S = arena.take<T>(sets * kp * p.lane_stride());
         own.Zt = arena.take<T>(sets * kp * p.lane_stride());
         own.Z = arena.take<T>(p.lanes() * kp);

@@ -28,6 +28,8 @@ template <class T> class Member {
     bool fetched = true;           // whether they have been asked for
 
   public:
+    using Space = Workspace<T>;
+
     // Without memory for what is kept, T has a place in that of the team.
     Member(const Problem &p, Team &team, Strided<const T> V, const Workspace<T> &shared,
            const typename Workspace<T>::Own &own, const Kept<T> &kept)
@@ -42,14 +44,11 @@ template <class T> class Member {
     // Whether `forward` finds T on its way. If not, find_factors has to come before.
     bool finds_factors() const { return Workspace<T>::ahead(p) > 0; }
 
-    // The first so many columns; the others are zero.
-    void load(Strided<const T> source, int set, Index columns) {
-        for_panels([&](Index q, Index column, Index all) {
+    void load(Strided<const T> source, int set = 0) {
+        for_panels([&](Index q, Index column, Index width) {
             FASTH_PHASE(rows);
             T *const panel = own.rows[set] + q * p.panel_size();
             if (set == 0) own.now[q] = panel;
-            const Index width = std::clamp<Index>(columns - column, 0, all);
-            std::fill(panel + width * stride, panel + all * stride, T(0));
             Index done = 0; // rows that are there already
             if (source.row_stride == 1) {
                 for (Index c = 0; c < width; ++c)
@@ -65,7 +64,6 @@ template <class T> class Member {
             }
         });
     }
-    void load(Strided<const T> source, int set = 0) { load(source, set, p.d); }
     void store(Strided<T> target) const {
         for_panels([&](Index q, Index column, Index width) {
             FASTH_PHASE(rows);
@@ -83,15 +81,18 @@ template <class T> class Member {
         });
     }
 
-    // Rows, each entry times its factor, and zeros where that has none.
-    void load_scaled(Strided<const T> source, const Diagonal<T> &factors) {
-        load(source, 0, factors.count);
+    // The rows of another product, each entry times its factor, and zeros where that has none.
+    void load_scaled(const Member &from, const Diagonal<T> &factors) {
         for_panels([&](Index q, Index column, Index width) {
             T *const panel = own.rows[0] + q * p.panel_size();
-            for (Index c = 0; c < std::min(width, factors.count - column); ++c) {
+            own.now[q] = panel;
+            const Index count = std::clamp<Index>(factors.count - column, 0, width);
+            for (Index c = 0; c < count; ++c) {
+                const T *const source = from.now(q) + c * stride;
                 const T factor = factors.sigma[column + c] * factors.sign(column + c);
-                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] *= factor;
+                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] = source[i] * factor;
             }
+            for (Index c = count; c < width; ++c) std::fill_n(panel + c * stride, lanes, T(0));
         });
     }
     // Something added to every row.
@@ -103,6 +104,24 @@ template <class T> class Member {
             own.now[q] = panel;
         });
     }
+    // The sums of the rows, which were loaded from `source`.
+    void sum_columns(Strided<const T>, T *sums) const {
+        for_panels([&](Index q, Index column, Index width) {
+            for (Index c = 0; c < width; ++c)
+                sums[column + c] = sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; });
+        });
+    }
+    // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
+    void gradient_of_factors(const Member &of, const Diagonal<T> &factors, T *gradient) const {
+        for_panels([&](Index q, Index column, Index width) {
+            const T *const panel = own.rows[1] + q * p.panel_size();
+            for (Index c = 0; c < std::min(width, factors.count - column); ++c) {
+                const T *const mine = panel + c * stride, *const others = of.now(q) + c * stride;
+                gradient[column + c] = sum_of(p.m, [=](Index i) { return mine[i] * others[i]; }) * factors.sign(column + c);
+            }
+        });
+    }
+
     // The rows times Qᵀ, or Q if p.transpose.
     void forward() {
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
@@ -193,6 +212,17 @@ template <class T> class Member {
         if (reflectors.far && q + 1 < columns.panels) prefetch<false>(after + p.panel_size(), 1, 0, p.panel_size());
         return after;
     }
+    template <class Entry> static T sum_of(Index count, const Entry &entry) { // several sums at once, then these
+        constexpr Index width = packet_size<T>;
+        T sums[width] = {}, sum = 0;
+        Index i = 0;
+        for (; i + width <= count; i += width)
+            for (Index l = 0; l < width; ++l) sums[l] += entry(i + l);
+        for (; i < count; ++i) sum += entry(i);
+        for (const T s : sums) sum += s;
+        return sum;
+    }
+
     // T of the block that acts as number `step`: first its G, of which each member has a summand; then, when all have met, the
     // rest, by one member; and when all have met again it is there.
     void begin_factor(Index step) {

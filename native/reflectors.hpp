@@ -63,12 +63,11 @@ template <class T> struct Reflectors {
                 p.triangular(), p.kind == Kind::compact};
     }
 
-    // V is read as it lies, except where the triangle ends, in a short block, where reflectors are scaled, and where they are
-    // not in packets that are needed.
+    // Whether a full block has all its entries in a panel, and as they are: not where the triangle ends, nor scaled.
+    bool whole(const Block<T> &at, Index q) const { return !at.scaled && at.size == kp && piece(at.number, q).whole(); }
+    // V is read as it lies where it is whole, and in packets if these are needed.
     bool packed(const Block<T> &at, Index q) const {
-        const Piece piece = this->piece(at.number, q);
-        return at.scaled || at.size != kp || !piece.whole() ||
-               (p.in_rows && (V.column_stride != 1 || piece.width % p.packet != 0));
+        return !whole(at, q) || (p.in_rows && (V.column_stride != 1 || columns.width(q) % p.packet != 0));
     }
 
     // Asks for the block's entries in a panel ahead of their use.
@@ -95,6 +94,9 @@ template <class T> struct Reflectors {
             copy_up_to<T>(piece.width, kp, {source, V.column_stride}, {y, kp}, [&](Index c) { return piece.stop(c); });
         } else if (V.column_stride == 1 && piece.rows == kp && piece.width % p.packet == 0) {
             copy_from<T>(kp, piece.width, {source, V.row_stride}, {y, p.panel}, [&](Index j) { return piece.start(j); });
+        } else if (p.in_rows && V.row_stride == 1 && piece.rows == kp && piece.width % p.packet == 0) {
+            transpose<T>(piece.width, kp, {source, V.column_stride}, {y, p.panel});
+            if (!piece.whole()) copy_from<T>(kp, piece.width, {y, p.panel}, {y, p.panel}, [&](Index j) { return piece.start(j); });
         } else if (V.column_stride == 1) {
             for (Index j = 0; j < kp; ++j) {
                 const Index start = j < piece.rows ? piece.start(j) : piece.width;

@@ -22,7 +22,7 @@ template <class T> struct RowSpace {
         Index *offsets, *gradient_offsets;
     };
 
-    RowSpace(const Problem &p, bool back, Arena &arena) {
+    RowSpace(const Problem &p, int, bool back, Arena &arena) {
         const Index size = round_up(p.d, p.packet) * p.lanes();
         factors = arena.take<T>(Kept<T>::size(p, 1, false));
         rows = arena.take<T>(size);
@@ -30,7 +30,7 @@ template <class T> struct RowSpace {
         gradients = arena.take<T>(back ? RowStates<T>::size(p) : 0);
         R = arena.take<T>(back ? p.blocks() * p.lanes() * p.padded_k() : 0);
     }
-    static Own own(const Problem &p, Arena &arena) {
+    static Own own(const Problem &p, int, bool, Arena &arena) {
         Own own;
         static_cast<Scratch<T> &>(own) = Scratch<T>::take(p, arena);
         own.at = Block<T>::take(p, p.panels(), arena);
@@ -53,6 +53,8 @@ template <class T> class Rowwise {
     const Index kp, first, rows;    // this member's rows, in whole tiles
 
   public:
+    using Space = RowSpace<T>;
+
     // Without memory for what is kept, T has a place in that of the team.
     Rowwise(const Problem &p, Team &team, Strided<const T> V, const RowSpace<T> &shared,
             const typename RowSpace<T>::Own &own, const Kept<T> &kept)
@@ -66,16 +68,35 @@ template <class T> class Rowwise {
     void find_factors() { Factors<T>(p, V, own).find_share(team, kept); }
     bool finds_factors() const { return false; }
 
-    void load(Strided<const T> source, int set = 0) { load(source, set, p.d); }
-    // Each entry times its factor, and zeros where that has none.
-    void load_scaled(Strided<const T> source, const Diagonal<T> &factors) {
-        load(source, 0, factors.count);
+    void load(Strided<const T> source, int set = 0) {
         for_panels([&](Index q, Index column, Index width, Index stride) {
-            T by[widest_panel];
+            FASTH_PHASE(rows);
+            T *const place = panel(set == 0 ? shared.rows : shared.output, q);
+            if (set == 0) own.now[q] = place;
+            for (Index i = first; i < first + rows; ++i) {
+                T *const row = place + i * stride;
+                const Index count = i < p.m ? width : 0;
+                if (source.column_stride == 1 && count)
+                    std::memcpy(row, &source(i, column), sizeof(T) * std::size_t(count));
+                else
+                    for (Index c = 0; c < count; ++c) row[c] = source(i, column + c);
+                std::fill(row + count, row + stride, T(0));
+            }
+        });
+    }
+    // The rows of another product, each entry times its factor, and zeros where that has none.
+    void load_scaled(const Rowwise &from, const Diagonal<T> &factors) {
+        for_panels([&](Index q, Index column, Index width, Index stride) {
+            own.now[q] = panel(shared.rows, q);
             const Index count = std::clamp<Index>(factors.count - column, 0, width);
+            T by[widest_panel];
             for (Index c = 0; c < count; ++c) by[c] = factors.sigma[column + c] * factors.sign(column + c);
-            for (Index i = first; i < first + rows; ++i)
-                for (Index c = 0; c < count; ++c) own.now[q][i * stride + c] *= by[c];
+            for (Index i = first; i < first + rows; ++i) {
+                T *const row = own.now[q] + i * stride;
+                const T *const source = count ? from.own.now[q] + i * from.stride_of(q) : nullptr;
+                for (Index c = 0; c < count; ++c) row[c] = source[c] * by[c];
+                std::fill(row + count, row + stride, T(0));
+            }
         });
     }
     // Something added to every row.
@@ -84,6 +105,19 @@ template <class T> class Rowwise {
             for (Index i = first; i < first + rows; ++i)
                 for (Index c = 0; c < width; ++c) own.now[q][i * stride + c] += bias[column + c];
         });
+    }
+    // The sums of the rows, which were loaded from `source`. The members share out the columns.
+    void sum_columns(Strided<const T> source, T *sums) const {
+        sum_share(p.d, sums, [&](Index i, Index q, Index c) { return source(i, q * p.panel + c); });
+    }
+    // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
+    void gradient_of_factors(const Rowwise &of, const Diagonal<T> &factors, T *gradient) const {
+        team.meet();
+        sum_share(factors.count, gradient, [&](Index i, Index q, Index c) {
+            return panel(shared.output, q)[i * stride_of(q) + c] * of.own.now[q][i * of.stride_of(q) + c];
+        });
+        for (Index c = 0; c < factors.count; ++c)
+            if (dealt_to(c / p.panel, team.size) == team.rank) gradient[c] *= factors.sign(c);
     }
     void store(Strided<T> target) const {
         for_panels([&](Index q, Index column, Index width, Index stride) {
@@ -132,31 +166,25 @@ template <class T> class Rowwise {
     }
 
   private:
-    // The first so many columns; the others are zero.
-    void load(Strided<const T> source, int set, Index columns) {
-        for_panels([&](Index q, Index column, Index width, Index stride) {
-            FASTH_PHASE(rows);
-            T *const place = panel(set == 0 ? shared.rows : shared.output, q);
-            if (set == 0) own.now[q] = place;
-            for (Index i = first; i < first + rows; ++i) {
-                T *const row = place + i * stride;
-                const Index count = i < p.m ? std::clamp<Index>(columns - column, 0, width) : 0;
-                if (source.column_stride == 1 && count)
-                    std::memcpy(row, &source(i, column), sizeof(T) * std::size_t(count));
-                else
-                    for (Index c = 0; c < count; ++c) row[c] = source(i, column + c);
-                std::fill(row + count, row + stride, T(0));
-            }
-        });
-    }
     // Members have whole tiles of rows, as evenly as can be.
     Index row_of(int rank) const { return p.lanes() / inner_rows * rank / team.size * inner_rows; }
     T *panel(T *all, Index q) const { return all + q * p.panel * p.lanes(); }
-    // action(panel, its first column, how many, how many in memory) on every panel.
+    // How far apart rows are in a panel: so many columns, in whole packets.
+    Index stride_of(Index q) const { return round_up(reflectors.columns.width(q), p.packet); }
+    // action(panel, its first column, how many, how far apart rows are) on every panel.
     template <class Action> void for_panels(const Action &action) const {
-        for (Index q = 0; q < reflectors.columns.panels; ++q) {
-            const Index width = reflectors.columns.width(q);
-            action(q, q * p.panel, width, round_up(width, p.packet));
+        for (Index q = 0; q < reflectors.columns.panels; ++q)
+            action(q, q * p.panel, reflectors.columns.width(q), stride_of(q));
+    }
+    // sums[c] = Σ entry(row, panel, column in it) over all rows, for this member's panels of the first so many columns.
+    template <class Entry> void sum_share(Index columns, T *sums, const Entry &entry) const {
+        for (Index q = 0; q * p.panel < columns; ++q) {
+            if (dealt_to(q, team.size) != team.rank) continue;
+            const Index width = std::min(p.panel, columns - q * p.panel);
+            T sum[widest_panel] = {};
+            for (Index i = 0; i < p.m; ++i)
+                for (Index c = 0; c < width; ++c) sum[c] += entry(i, q, c);
+            std::copy(sum, sum + width, sums + q * p.panel);
         }
     }
 
@@ -216,8 +244,8 @@ template <class T> class Rowwise {
             gradient.begin(own.at, Z, R, by_blocks ? nobody : team);
             reflectors.for_panels(block, [&](Index q, Index from, Index to) {
                 if (!by_blocks && dealt_to(q, team.size) != team.rank) return;
-                gradient.of_panel_in_rows(own.at, q, from, to, Z, R, before(block, q),
-                                          block == acts_last ? panel(shared.output, q) : states.of(block, q));
+                gradient.of_panel(own.at, q, from, to, Z, R, before(block, q),
+                                  block == acts_last ? panel(shared.output, q) : states.of(block, q));
             });
         }
         gradient.finish(team);

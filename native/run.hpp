@@ -38,46 +38,43 @@ inline Plan plan_for(const Problem &p, Index batch, int threads) {
     return plan_for(batch, batch * p.lanes() * p.reflectors() * p.d, p.panels(), threads);
 }
 
-// The same problem for rows as they come. They pay where they would not fill registers side by side; and where V stays in the
-// second-level cache of every member, since every member reads all of it.
+// The same problem for rows as they come.
 inline Problem in_rows(Problem p) {
     p.in_rows = true;
     p.panel = widest_panel;
     return p;
 }
-template <class T> bool rows_pay(const Problem &p, int members) {
+// They pay where they would not fill registers side by side; and, if V is stored by rows, where it stays in the second-level
+// cache of every member, since every member reads all of it.
+template <class T> bool rows_pay(const Problem &p, bool by_rows, int members) {
     const Index bytes = p.reflectors() * p.d * Index(sizeof(T)) / (p.triangular() ? 2 : 1);
-    return has_inner_products<T> && p.m <= (bytes <= Index(768) << 10 ? p.packet * members : p.packet / 2);
+    const bool stays = by_rows && bytes <= Index(768) << 10;
+    return has_inner_products<T> && p.m <= (stays ? p.packet * members : p.packet / 2);
 }
 
-// What a team needs for one problem.
+// What a team needs for one problem, in either layout.
 template <class T> struct Bench {
-    std::optional<Workspace<T>> columns;
-    std::vector<typename Workspace<T>::Own> own;
-    std::optional<RowSpace<T>> rows;
-    std::vector<typename RowSpace<T>::Own> own_rows;
+    template <class M> struct Of {
+        typename M::Space shared;
+        std::vector<typename M::Space::Own> own;
+        Of(const Problem &p, int members, bool back, Arena &arena) : shared(p, members, back, arena) {
+            for (int i = 0; i < members; ++i) own.push_back(M::Space::own(p, members, back, arena));
+        }
+        M member(const Problem &p, Team &team, Strided<const T> V, const Kept<T> &kept) const {
+            return {p, team, V, shared, own[std::size_t(team.rank)], kept};
+        }
+    };
+    std::optional<Of<Member<T>>> columns;
+    std::optional<Of<Rowwise<T>>> rows;
 
     Bench(const Problem &p, int members, bool back, Arena &arena) {
-        if (p.in_rows) {
-            rows.emplace(p, back, arena);
-            for (int i = 0; i < members; ++i) own_rows.push_back(RowSpace<T>::own(p, arena));
-        } else {
-            const int sets = back ? 2 : 1;
-            columns.emplace(p, members, sets, arena);
-            for (int i = 0; i < members; ++i) own.push_back(Workspace<T>::own(p, members, sets, arena));
-        }
+        if (p.in_rows)
+            rows.emplace(p, members, back, arena);
+        else
+            columns.emplace(p, members, back, arena);
     }
-    // use(member), of either kind.
-    template <class Use> void with_member(const Problem &p, Team &team, Strided<const T> V, const Kept<T> &kept, const Use &use) const {
-        const auto rank = std::size_t(team.rank);
-        if (p.in_rows) {
-            Rowwise<T> member(p, team, V, *rows, own_rows[rank], kept);
-            use(member);
-        } else {
-            Member<T> member(p, team, V, *columns, own[rank], kept);
-            use(member);
-        }
-    }
+    // use(either), the one of them that is there.
+    template <class Use> void with(const Use &use) const { rows ? use(*rows) : use(*columns); }
 };
 
 // Runs work(bench, team, b) for every matrix of the batch, where a bench is what lay_out(members, arena) gives. Says how
@@ -162,8 +159,7 @@ template <class T> struct Layouts {
     Problem columns, rows;
     bool prefers_rows;
 
-    Layouts(const Problem &p, bool by_rows, int members)
-        : columns(p), rows(in_rows(p)), prefers_rows(by_rows && rows_pay<T>(p, members)) {}
+    Layouts(const Problem &p, bool prefers_rows) : columns(p), rows(in_rows(p)), prefers_rows(prefers_rows) {}
     const Problem &of(int kept) const { return kept == rows_kept ? rows : columns; }
     // The one to go forward in, if this is to be kept.
     const Problem &forward(int kept) const { return kept > factors_kept || !prefers_rows ? columns : rows; }
@@ -178,7 +174,7 @@ template <class T> struct Reflection {
     Layouts<T> layouts;
 
     Reflection(const Problem &p, Index batch, int threads, bool by_rows)
-        : batch(batch), plan(plan_for(p, batch, threads)), layouts(p, by_rows, plan.members) {}
+        : batch(batch), plan(plan_for(p, batch, threads)), layouts(p, rows_pay<T>(p, by_rows, plan.members)) {}
 
     // The most that may be kept in so much room, and is worth it: to fetch a large matrix' states from memory takes longer
     // than to run the output back.
@@ -196,7 +192,8 @@ template <class T> struct Reflection {
         const Problem &p = layouts.forward(planned);
         const Batch<T> outs = in_rows(out, p.m, p.d);
         const int members = for_batch(plan, batch, lay_out(p, false), [&](const Bench<T> &bench, Team &team, Index b) {
-            bench.with_member(p, team, V[b], part(memory, b, team, kept_by(team.size, planned)), [&](auto &member) {
+            bench.with([&](const auto &layout) {
+                auto member = layout.member(p, team, V[b], part(memory, b, team, kept_by(team.size, planned)));
                 if (!member.finds_factors()) member.find_factors(), team.meet();
                 member.load(x[b]);
                 member.forward();
@@ -211,7 +208,8 @@ template <class T> struct Reflection {
         const Batch<T> dxs = in_rows(dx, p.m, p.d);
         const Batch<const T> outs = in_rows(out, p.m, p.d);
         for_batch(plan, batch, lay_out(p, dV.data || p.in_rows), [&](const Bench<T> &bench, Team &team, Index b) {
-            bench.with_member(p, team, V[b], part(memory, b, team, kept), [&](auto &member) {
+            bench.with([&](const auto &layout) {
+                auto member = layout.member(p, team, V[b], part(memory, b, team, kept));
                 if (kept == nothing_kept) member.find_factors(), team.meet();
                 member.load(g[b]);
                 if (dV.data) member.load(outs[b], 1);
@@ -234,16 +232,6 @@ template <class T> struct Reflection {
     }
 };
 
-// The columns of a matrix with so many rows, shared out over a team: sums[c] = Σ entry(i, c).
-template <class T, class Entry> void sum_columns(Index rows, Index columns, const Team &team, T *sums, const Entry &entry) {
-    constexpr Index chunk = 64 / Index(sizeof(T));
-    const Index chunks = (columns + chunk - 1) / chunk;
-    const Index from = chunks * team.rank / team.size * chunk, to = std::min(chunks * (team.rank + 1) / team.size * chunk, columns);
-    std::fill(sums + from, sums + to, T(0));
-    for (Index i = 0; i < rows; ++i)
-        for (Index c = from; c < to; ++c) sums[c] += entry(i, c);
-}
-
 // x Wᵀ with W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have
 // the same team.
 template <class T> struct Weight {
@@ -256,61 +244,41 @@ template <class T> struct Weight {
            const Diagonal<T> &diagonal, int threads)
         : V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
           plan(plan_for(1, V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d),
-                        std::min(V.panels(), U.panels()), std::min(threads, most_members))),
-          V(V, V_reflectors.column_stride == 1, plan.members), U(U, U_reflectors.column_stride == 1, plan.members) {}
-
-    // What is kept of both products is one number.
-    struct Both {
-        int V, U;
-        static constexpr int base = 2048;
-        explicit Both(int code) : V(code < 0 ? nothing_kept : code / base + rows_kept), U(code < 0 ? nothing_kept : code % base + rows_kept) {}
-        static int code(int V, int U) {
-            return V == nothing_kept ? nothing_kept : (V - rows_kept) * base + (U - rows_kept);
-        }
-    };
-    static constexpr int most_members = Both::base + rows_kept - 1;
+                        std::min(V.panels(), U.panels()), threads)),
+          V(V, both_pay(V, U)), U(U, both_pay(V, U)) {}
 
     // Kept, in this order: the rows after the first product and those after the second; what each keeps besides.
     Index U_output() const { return round_up(V.columns.m * V.columns.d, 16); }
     Index V_kept() const { return U_output() + round_up(U.columns.m * U.columns.d, 16); }
-    Index U_kept(const Both &kept) const { return V_kept() + V.size(kept.V); }
-    Index size(int code) const {
-        const Both kept(code);
-        return U_kept(kept) + U.size(kept.U);
-    }
+    Index U_kept(int kept) const { return V_kept() + V.size(kept); }
+    Index size(int kept) const { return U_kept(kept) + U.size(kept); }
     int best_kept(Index room) const {
-        const int best = Both::code(V.best_kept(plan.members), U.best_kept(plan.members));
-        const int columns = Both::code(plan.members, plan.members);
-        for (const int code : {best, columns})
-            if (size(code) <= room) return code;
-        return Both::code(factors_kept, factors_kept);
+        for (const int kept : {V.best_kept(plan.members), plan.members})
+            if (size(kept) <= room) return kept;
+        return factors_kept;
     }
 
     // Gives back what was kept, which may be nothing only where there is no memory for it.
     int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
-        const Both plans(planned);
-        const Problem &v = V.forward(plans.V), &u = U.forward(plans.U);
-        const auto kept_by_team = [&](int members) { return Both::code(kept_by(members, plans.V), kept_by(members, plans.U)); };
+        const Problem &v = V.forward(planned), &u = U.forward(planned);
         const int members = for_batch(plan, 1, lay_out(v, u, false), [&](const Benches &benches, Team &team, Index) {
-            const Both kept(kept_by_team(team.size));
-            T *const between = memory ? memory : benches.between;
-            benches.V.with_member(v, team, V_reflectors, V_part(memory, team, kept), [&](auto &product) {
-                if (!product.finds_factors()) product.find_factors(), team.meet();
-                product.load(x);
-                product.forward();
-                product.store({between, v.d, 1});
-            });
-            benches.U.with_member(u, team, U_reflectors, U_part(memory, team, kept), [&](auto &product) {
-                if (!product.finds_factors()) product.find_factors();
+            with_members(benches, team, memory, kept_by(team.size, planned), [&](auto &&first, auto &&second) {
+                if (!first.finds_factors()) first.find_factors();
+                if (!second.finds_factors()) second.find_factors();
                 team.meet();
-                product.load_scaled({between, v.d, 1}, diagonal);
-                product.forward();
-                if (memory) product.store({memory + U_output(), u.d, 1});
-                if (bias) product.add(bias);
-                product.store(out);
+                first.load(x);
+                first.forward();
+                second.load_scaled(first, diagonal);
+                second.forward();
+                if (memory) {
+                    first.store(output<T>(v, memory));
+                    second.store(output<T>(u, memory + U_output()));
+                }
+                if (bias) second.add(bias);
+                second.store(out);
             });
         });
-        return kept_by_team(members);
+        return kept_by(members, planned);
     }
 
     struct Gradients { // any but that of sigma may be left out
@@ -319,54 +287,57 @@ template <class T> struct Weight {
         Strided<T> U;
         T *bias;
     };
-    void backward(Strided<const T> g, T *memory, int code, const Gradients &to) const {
-        const Both kept(code);
-        const Problem &v = V.of(kept.V), &u = U.of(kept.U);
+    void backward(Strided<const T> g, T *memory, int kept, const Gradients &to) const {
+        const Problem &v = V.of(kept), &u = U.of(kept);
         for_batch(plan, 1, lay_out(v, u, true), [&](const Benches &benches, Team &team, Index) {
-            T *const between = benches.between;
-            if (to.bias) sum_columns(u.m, u.d, team, to.bias, [&](Index i, Index c) { return g(i, c); });
-            benches.U.with_member(u, team, U_reflectors, U_part(memory, team, kept), [&](auto &product) {
-                product.load(g);
-                if (to.U.data) product.load({memory + U_output(), u.d, 1}, 1);
-                product.backward({between, u.d, 1}, to.U);
-            });
-            team.meet();
-            sum_columns(v.m, diagonal.count, team, to.sigma, [&](Index i, Index c) {
-                return memory[i * v.d + c] * between[i * u.d + c] * diagonal.sign(c);
-            });
-            if (!to.x.data && !to.V.data) return;
-            benches.V.with_member(v, team, V_reflectors, V_part(memory, team, kept), [&](auto &product) {
-                product.load_scaled({between, u.d, 1}, diagonal);
-                if (to.V.data) product.load({memory, v.d, 1}, 1);
-                product.backward(to.x, to.V);
+            with_members(benches, team, memory, kept, [&](auto &&first, auto &&second) {
+                second.load(g);
+                if (to.bias) second.sum_columns(g, to.bias);
+                if (to.U.data) second.load(output<const T>(u, memory + U_output()), 1);
+                second.backward({}, to.U);
+                first.load(output<const T>(v, memory), 1);
+                first.gradient_of_factors(second, diagonal, to.sigma);
+                if (!to.x.data && !to.V.data) return;
+                first.load_scaled(second, diagonal);
+                first.backward(to.x, to.V);
             });
             if (to.V.data && v.shares) // the diagonal between U and V is nobody's
                 for (Index i = team.rank; i < v.reflectors(); i += team.size) to.V(i, i) = T(0);
         });
     }
-    void clear(T *memory, Index all, int code) const {
-        const Both kept(code);
+    void clear(T *memory, Index all, int kept) const {
         std::fill(memory + V.columns.m * V.columns.d, memory + U_output(), T(0));
         std::fill(memory + U_output() + U.columns.m * U.columns.d, memory + V_kept(), T(0));
-        clear_gaps(V.of(kept.V), memory + V_kept(), U_kept(kept) - V_kept(), kept.V);
-        clear_gaps(U.of(kept.U), memory + U_kept(kept), all - U_kept(kept), kept.U);
+        clear_gaps(V.of(kept), memory + V_kept(), U_kept(kept) - V_kept(), kept);
+        clear_gaps(U.of(kept), memory + U_kept(kept), all - U_kept(kept), kept);
     }
 
   private:
     struct Benches {
+        Problem v, u;
         Bench<T> V, U;
-        T *between; // the rows between the two products, or their gradient
     };
     static auto lay_out(const Problem &v, const Problem &u, bool back) {
         return [&v, &u, back](int members, Arena &arena) {
-            return Benches{{v, members, back, arena}, {u, members, back, arena}, arena.take<T>(v.m * std::max(v.d, u.d))};
+            return Benches{v, u, {v, members, back, arena}, {u, members, back, arena}};
         };
     }
-    Kept<T> V_part(T *memory, const Team &team, const Both &kept) const {
-        return kept_part(V.of(kept.V), memory ? memory + V_kept() : nullptr, team.size, kept.V);
+    // use(member of the first product, member of the second)
+    template <class Use> void with_members(const Benches &on, Team &team, T *memory, int kept, const Use &use) const {
+        const Kept<T> V_part = kept_part(V.of(kept), memory ? memory + V_kept() : nullptr, team.size, kept);
+        const Kept<T> U_part = kept_part(U.of(kept), memory ? memory + U_kept(kept) : nullptr, team.size, kept);
+        const auto with = [&](const auto &first, const auto &second) {
+            use(first->member(on.v, team, V_reflectors, V_part), second->member(on.u, team, U_reflectors, U_part));
+        };
+        on.v.in_rows ? with(on.V.rows, on.U.rows) : with(on.V.columns, on.U.columns);
     }
-    Kept<T> U_part(T *memory, const Team &team, const Both &kept) const {
-        return kept_part(U.of(kept.U), memory ? memory + U_kept(kept) : nullptr, team.size, kept.U);
+    // Where a product's output is kept, as its members have it.
+    template <class U> static Strided<U> output(const Problem &p, U *memory) {
+        return p.in_rows ? Strided<U>{memory, p.d, 1} : Strided<U>{memory, 1, p.m};
+    }
+    bool both_pay(const Problem &V, const Problem &U) const {
+        return rows_pay<T>(V, V_reflectors.column_stride == 1, plan.members) &&
+               rows_pay<T>(U, U_reflectors.column_stride == 1, plan.members);
     }
 };
 

@@ -24,16 +24,28 @@ can_fork = pytest.mark.skipif(sys.platform != "linux", reason="fork is the way t
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 
-# All wider than a panel, so that there is work for more than one thread.
-SHARED = [
-    Problem("square", (5, 200), (200, 200)),
-    Problem("ragged", (33, 333), (150, 333), 16),
-    Problem("r > d", (3, 150), (200, 150), 32),
-    Problem("short and long reflectors", (4, 200), (200, 200), of_V=lambda V: V * 10.0 ** -torch.arange(200)[:, None]),
-    Problem("a batch of fewer than threads", (3, 4, 150), (3, 60, 150), 16),
-    Problem("a batch of more than threads", (7, 4, 150), (7, 60, 150), 16),
-]
-by_name = pytest.mark.parametrize("problem", SHARED, ids=lambda problem: problem.name)
+# Members of a team share out rows if there are few, else columns.
+few_and_many = pytest.mark.parametrize("rows", [5, 100])
+
+
+def shared(rows: int) -> list[Problem]:
+    """All wider than a panel, so that there is work for more than one thread."""
+    return [
+        Problem("square", (rows, 200), (200, 200)),
+        Problem("ragged", (rows + 28, 333), (150, 333), 16),
+        Problem("blocks and rows not of whole packets", (rows - 2, 203), (203, 203), 20),
+        Problem("r > d", (rows, 150), (200, 150), 32),
+        Problem(
+            "short and long reflectors", (rows, 200), (200, 200), of_V=lambda V: V * 10.0 ** -torch.arange(200)[:, None]
+        ),
+        Problem("stored by columns", (rows, 200), (200, 200), of_V=lambda V: V.mT.clone().mT),
+        Problem("a batch of fewer than threads", (3, rows, 150), (3, 60, 150), 16),
+        Problem("a batch of more than threads", (7, rows, 150), (7, 60, 150), 16),
+    ]
+
+
+SHARED = shared(5) + shared(100)
+by_name = pytest.mark.parametrize("problem", SHARED, ids=lambda problem: f"{problem.name}-{problem.x_shape[-2]}")
 
 
 # Threads.
@@ -62,8 +74,9 @@ def _short_and_long_here_and_there(V):
 
 
 @each_direction
-def test_a_matrix_too_large_for_the_caches(direction, precise, set_threads):
-    problem = Problem("", (4, 999), (999, 999), of_V=_short_and_long_here_and_there)
+@pytest.mark.parametrize("rows", [4, 40])
+def test_a_matrix_too_large_for_the_caches(rows, direction, precise, set_threads):
+    problem = Problem("", (rows, 999), (999, 999), of_V=_short_and_long_here_and_there)
     x, V = problem.draw(precise, "cpu")
     expected = with_gradients(from_definition, x.double(), V.double(), **direction)
     for threads in (1, 2, 3):
@@ -73,8 +86,9 @@ def test_a_matrix_too_large_for_the_caches(direction, precise, set_threads):
 
 
 @pytest.mark.parametrize("lower", [False, True], ids=["upper", "lower"])
-def test_compact_reflectors_too_large_for_the_caches(lower, precise, set_threads):
-    x, matrix = Problem("", (4, 999), (999, 999), of_V=lambda V: V / 30).draw(precise, "cpu")
+@pytest.mark.parametrize("rows", [4, 40])
+def test_compact_reflectors_too_large_for_the_caches(rows, lower, precise, set_threads):
+    x, matrix = Problem("", (rows, 999), (999, 999), of_V=lambda V: V / 30).draw(precise, "cpu")
     side = matrix.mT if lower else matrix
     V = side.triu(1) + torch.eye(999, dtype=precise)
     out, dx, dV = with_gradients(from_definition, x.double(), V.double(), triangular=True)
@@ -86,8 +100,9 @@ def test_compact_reflectors_too_large_for_the_caches(lower, precise, set_threads
 
 
 @pytest.mark.parametrize("lower", [False, True], ids=["upper", "lower"])
-def test_any_number_of_threads_gives_the_same_from_compact_reflectors(lower, precise, set_threads):
-    x, matrix = Problem("", (5, 200), (200, 200), of_V=lambda V: V / 14).draw(precise, "cpu")
+@few_and_many
+def test_any_number_of_threads_gives_the_same_from_compact_reflectors(rows, lower, precise, set_threads):
+    x, matrix = Problem("", (rows, 200), (200, 200), of_V=lambda V: V / 14).draw(precise, "cpu")
     set_threads(1)
     expected = with_gradients(householder_compact, x, matrix, lower=lower)
     for threads in (2, 3, 5):
@@ -96,8 +111,9 @@ def test_any_number_of_threads_gives_the_same_from_compact_reflectors(lower, pre
         assert_all_close(actual, expected, torch.ones(200, 1))  # a compact reflector is at least that long
 
 
-def test_backward_may_run_on_more_or_fewer_threads_than_forward(set_threads):
-    x, V = SHARED[0].draw(torch.float64, "cpu")
+@few_and_many
+def test_backward_may_run_on_more_or_fewer_threads_than_forward(rows, set_threads):
+    x, V = shared(rows)[0].draw(torch.float64, "cpu")
     expected = with_gradients(from_definition, x, V)
     for forward, backward in ((1, 3), (3, 1), (2, 5)):
         set_threads(forward)
@@ -361,12 +377,20 @@ assert not any(t.any() for t in torch.autograd.grad(householder(x, V), (x, V), z
 """)
 
 
-def test_saved_tensors_may_come_back_in_other_memory():
-    x, V = SHARED[0].draw(torch.float64, "cpu")
+@few_and_many
+@pytest.mark.parametrize(
+    "elsewhere",
+    [lambda t: t.repeat_interleave(2, -1)[..., ::2], lambda t: t.mT.clone().mT if t.ndim == 2 else t.clone()],
+    ids=["strided", "by columns"],
+)
+def test_saved_tensors_may_come_back_in_other_memory(rows, elsewhere, set_threads):
+    x, V = shared(rows)[0].draw(torch.float64, "cpu")
     expected = with_gradients(from_definition, x, V)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.repeat_interleave(2, -1)[..., ::2]):
-        actual = with_gradients(householder, x, V)
-    assert_all_close(actual, expected, V)
+    for threads in (1, 2):
+        set_threads(threads)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, elsewhere):
+            actual = with_gradients(householder, x, V)
+        assert_all_close(actual, expected, V)
 
 
 def test_saved_tensors_that_come_back_as_something_else_are_an_error():

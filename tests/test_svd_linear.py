@@ -37,8 +37,12 @@ SHAPES = [
     Shape((2, 3), 6, 5),
     Shape((5,), 9, 11, 4),
     Shape((5,), 9, 11, 0),
+    Shape((7,), 70, 130),
+    Shape((6,), 100, 65),
     Shape((33,), 70, 130),
     Shape((40,), 100, 65),
+    Shape((40,), 12, 7),
+    Shape((40,), 9, 11, 4),
     Shape((200,), 40, 70),  # W is formed
 ]
 FORMS = ["compact", "shared", "full", "triangular"]
