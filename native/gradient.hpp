@@ -22,8 +22,7 @@ template <class T> class Gradient {
     // A block's gradient begins with Z and R, both (lanes, kp). The team shares out the zeros.
     void begin(const Block<T> &at, const T *Z, const T *R, const Team &team) const {
         antisymmetric_half(Z, R);
-        const Index start = p.first_column(at.number) / (p.in_rows ? p.packet : 1) * (p.in_rows ? p.packet : 1);
-        if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, start, team);
+        if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_read(at.number), team);
     }
 
     // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.

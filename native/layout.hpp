@@ -48,8 +48,9 @@ struct Problem {
     // How far apart columns of x are. Multiples of a kilobyte would crowd a few lines of the first-level cache.
     Index lane_stride() const { return m && lanes() % 256 == 0 ? lanes() + packet : lanes(); }
     Index panel_size() const { return panel * lane_stride(); }
-    // The column where the block's reflectors start.
+    // The column where the block's reflectors start, and the one from which on they are read: in packets, if rows are.
     Index first_column(Index block) const { return triangular() ? block * k : 0; }
+    Index first_read(Index block) const { return in_rows ? first_column(block) / packet * packet : first_column(block); }
     // Which block acts as number `step`: x Qᵀ takes the last block first, x Q the first.
     Index block_at(Index step, bool transposed) const { return transposed ? step : blocks() - 1 - step; }
 };
@@ -73,12 +74,10 @@ struct Columns {
     // Where a member's panel starts in V, and how many columns it has.
     Index column(Index q) const { return (q / 2 * 2 * size + (q % 2 ? 2 * size - 1 - rank : rank)) * panel; }
     Index width(Index q) const { return std::min(panel, d - column(q)); }
-    // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not: if these
-    // are read in packets, so many packets.
+    // The first panel that a block reaches, and the columns on the left, counted within a panel, that it does not.
     Index first_panel(const Problem &p, Index block) const { return before(p.first_column(block) / panel); }
     Index from(const Problem &p, Index block, Index q) const {
-        const Index columns = std::clamp<Index>(p.first_column(block) - column(q), 0, width(q));
-        return p.in_rows ? columns / p.packet * p.packet : columns;
+        return std::clamp<Index>(p.first_read(block) - column(q), 0, width(q));
     }
 
   private:

@@ -92,7 +92,7 @@ template <class T> struct Found {
         if (!memory.has_memory()) return;
         const Index last = memory.numel() - 1;
         const T code = memory.data<T>()[last];
-        expect(code >= rows_kept && code <= most_threads && work.size(int(code)) <= last, "what was kept is not that any more");
+        expect(code >= (has_inner_products<T> ? rows_kept : nothing_kept) && code <= most_threads && work.size(int(code)) <= last, "what was kept is not that any more");
         kept = int(code);
     }
 
@@ -155,13 +155,14 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
 }
 
 // How much is kept of each matrix, without the rows after every block; and with them, by a team of so many members: for no
-// rows, and for each row besides, of which there are always whole packets. `longest`: of all reflectors of a weight.
+// rows, and for each row besides, of which there are whole packets at most. `longest`: of all reflectors of a weight.
 std::tuple<Index, Index, Index, Index> kept_sizes(Index r, Index d, Index longest, int kind, Index k, int members, int bytes) {
     const Index packet = bytes == sizeof(float) ? packet_size<float> : packet_size<double>;
     const auto size = [&](Index m, int kept) {
         const Problem p{m, r, d, Kind(kind), true, k, packet, panel_for(longest)}; // x Q keeps more than x Qᵀ
         if (kept == factors_kept) return kept_size<float>(p, kept);
-        return std::max(kept_size<float>(p, int(std::min<Index>(kept, p.panels()))), kept_size<float>(in_rows(p), rows_kept));
+        const Index in_columns = kept_size<float>(p, int(std::min<Index>(kept, p.panels())));
+        return packet < 8 ? in_columns : std::max(in_columns, kept_size<float>(in_rows(p), rows_kept));
     };
     const Index none = size(0, members);
     return {size(0, factors_kept), none, (size(packet, members) - none) / packet, packet};

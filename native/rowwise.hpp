@@ -102,8 +102,10 @@ template <class T> class Rowwise {
     // Something added to every row.
     void add(const T *bias) {
         for_panels([&](Index q, Index column, Index width, Index stride) {
+            T *const place = panel(shared.rows, q);
             for (Index i = first; i < first + rows; ++i)
-                for (Index c = 0; c < width; ++c) own.now[q][i * stride + c] += bias[column + c];
+                for (Index c = 0; c < width; ++c) place[i * stride + c] = own.now[q][i * stride + c] + bias[column + c];
+            own.now[q] = place;
         });
     }
     // The sums of the rows, which were loaded from `source`. The members share out the columns.
@@ -153,12 +155,13 @@ template <class T> class Rowwise {
         const RowStates<T> gradients(p, shared.gradients, own.gradient_offsets);
         for (Index step = 0; step < p.blocks(); ++step) {
             const Index block = p.block_at(step, way);
-            T *const R = shared.R + block * p.lanes() * kp;
+            T *const R = dV.data ? shared.R + block * p.lanes() * kp : own.Z;
             multiply_by(block, way, R);
             const Index next = step + 1 < p.blocks() ? p.block_at(step + 1, way) : -1;
             const Index next_panel = next < 0 ? reflectors.columns.panels : reflectors.columns.first_panel(p, next);
             reflectors.for_panels(block, [&](Index q, Index from, Index to) {
-                update(q, from, to, R, q < next_panel ? panel(shared.result, q) : gradients.of(next, q));
+                T *const result = panel(dV.data ? shared.result : shared.rows, q);
+                update(q, from, to, R, dV.data && q >= next_panel ? gradients.of(next, q) : result);
             });
         }
         if (dx.data) store(dx);

@@ -207,7 +207,7 @@ template <class T> struct Reflection {
         const Problem &p = layouts.of(kept);
         const Batch<T> dxs = in_rows(dx, p.m, p.d);
         const Batch<const T> outs = in_rows(out, p.m, p.d);
-        for_batch(plan, batch, lay_out(p, dV.data || p.in_rows), [&](const Bench<T> &bench, Team &team, Index b) {
+        for_batch(plan, batch, lay_out(p, dV.data != nullptr), [&](const Bench<T> &bench, Team &team, Index b) {
             bench.with([&](const auto &layout) {
                 auto member = layout.member(p, team, V[b], part(memory, b, team, kept));
                 if (kept == nothing_kept) member.find_factors(), team.meet();
@@ -271,8 +271,8 @@ template <class T> struct Weight {
                 second.load_scaled(first, diagonal);
                 second.forward();
                 if (memory) {
-                    first.store(output<T>(v, memory));
-                    second.store(output<T>(u, memory + U_output()));
+                    first.store({memory, v.d, 1});
+                    second.store({memory + U_output(), u.d, 1});
                 }
                 if (bias) second.add(bias);
                 second.store(out);
@@ -293,9 +293,9 @@ template <class T> struct Weight {
             with_members(benches, team, memory, kept, [&](auto &&first, auto &&second) {
                 second.load(g);
                 if (to.bias) second.sum_columns(g, to.bias);
-                if (to.U.data) second.load(output<const T>(u, memory + U_output()), 1);
+                if (to.U.data) second.load({memory + U_output(), u.d, 1}, 1);
                 second.backward({}, to.U);
-                first.load(output<const T>(v, memory), 1);
+                first.load({memory, v.d, 1}, 1);
                 first.gradient_of_factors(second, diagonal, to.sigma);
                 if (!to.x.data && !to.V.data) return;
                 first.load_scaled(second, diagonal);
@@ -330,10 +330,6 @@ template <class T> struct Weight {
             use(first->member(on.v, team, V_reflectors, V_part), second->member(on.u, team, U_reflectors, U_part));
         };
         on.v.in_rows ? with(on.V.rows, on.U.rows) : with(on.V.columns, on.U.columns);
-    }
-    // Where a product's output is kept, as its members have it.
-    template <class U> static Strided<U> output(const Problem &p, U *memory) {
-        return p.in_rows ? Strided<U>{memory, p.d, 1} : Strided<U>{memory, 1, p.m};
     }
     bool both_pay(const Problem &V, const Problem &U) const {
         return rows_pay<T>(V, V_reflectors.column_stride == 1, plan.members) &&

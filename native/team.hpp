@@ -10,8 +10,8 @@
 
 namespace fasth {
 
-// The members of a team run the same code, each on its own columns. They meet once a block, in two halves: a member
-// arrives when its sums are written, does what needs no one else, and only then waits for the others. Waiting spins, since
+// The members of a team run the same code, each on its own columns or rows. They meet in two halves: a member arrives when
+// what the others need is written, does what needs no one else, and only then waits for the others. Waiting spins, since
 // all arrive within microseconds of each other, and where they do not (more threads than processors) gives way.
 class Team {
   public:

@@ -95,7 +95,7 @@ def test_the_operator_is_householder(problem, kind, transpose):
 @has_core
 @pytest.mark.parametrize("rows", [(3,), (2, 5), (), (300,)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("n", "m"), [(24, 24), (24, 40), (40, 24)], ids=str)
+@pytest.mark.parametrize(("n", "m"), [(24, 24), (24, 40), (40, 24), (4, 4), (8, 6), (6, 8)], ids=str)
 def test_the_operator_is_svd_linear(rows, form, n, m):
     arguments = svd_arguments(rows, n, m, form)
     actual = torch.ops.fasth.svd_linear(*arguments)

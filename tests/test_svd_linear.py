@@ -122,6 +122,18 @@ def test_value_and_gradients(path: str, shape: Shape, form: str, precise: torch.
     assert_all_close(got, expected(tensors, form), shape.n + shape.m)
 
 
+@pytest.mark.parametrize(("n", "rows", "threads"), [(320, 64, 4), (320, 64, 1), (200, 64, 3)])
+@pytest.mark.parametrize("form", FORMS)
+def test_with_and_without_room_for_the_rows_after_every_block(
+    n: int, rows: int, threads: int, form: str, device: str, set_threads: Callable[[int], None]
+) -> None:
+    """There is none for 64 rows of full reflectors in blocks of 32: the forward pass still shares out what it likes."""
+    set_threads(threads)
+    tensors = draw(Shape((rows,), n, n), form, torch.float32, device)
+    got = with_gradients(actual(tensors, form), tensors)
+    assert_all_close(got, expected(tensors, form), 2 * n)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(path: str, form: str, device: str) -> None:
     for shape in SHAPES:

@@ -371,7 +371,7 @@ def _gradients_of_formed(
     formed = weight.to_form()
     n, m = formed.shape
     start = -(-m * m // 16) * 16  # behind the rows after the first product
-    W = kept[start : start + m * n].view(n, m).mT  # kept by columns
+    W = kept[start : start + m * n].view(m, n)
     g_rows, x_rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     if formed is weight:
         W, dW = W.mT, x_rows.mT @ g_rows
