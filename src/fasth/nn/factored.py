@@ -63,18 +63,23 @@ class Factored(nn.Module):
 
     def _kept_weight(self) -> Tensor | None:
         """The dense weight where a kept one serves: in eval, without gradients, watched by nobody. Else None."""
-        # All inference passes here, so: plain attributes only, none that nn.Module would have to search for.
         if torch.is_grad_enabled():
             return None
         if torch.compiler.is_compiling():
             return self._weight_in_graph()
-        if self._kept is None:
-            return self._keep_weight()
-        weight, parameters, buffers, _ = self._kept
+        return self._weight_in("_kept")
+
+    def _weight_in(self, place: str) -> Tensor | None:
+        """The weight that is kept there, made anew if the parameters have changed; None where none may be kept."""
+        # All inference passes here, so: plain attributes only, none that nn.Module would have to search for or look at.
+        found = self.__dict__[place]
+        if found is None:
+            return self._keep_weight(place)
+        weight, parameters, buffers, _ = found
         for now, then in ((self._parameters, parameters), (self._buffers, buffers)):
             for name, tensor, version, address in then:
                 if now.get(name) is not tensor or tensor._version != version or tensor.data_ptr() != address:
-                    return self._keep_weight()
+                    return self._keep_weight(place)
         return weight
 
     def _weight_in_graph(self) -> Tensor | None:
@@ -106,11 +111,7 @@ class Factored(nn.Module):
             with torch.no_grad():
                 return self.kept_weight_of(made_of)
         if all(t is u or (t is not None and _same(t, u)) for t, u in zip(self._own(), made_of, strict=True)):
-            self._kept, self._kept_for_graphs = self._kept_for_graphs, self._kept
-            try:
-                weight = self._kept_weight()
-            finally:
-                self._kept, self._kept_for_graphs = self._kept_for_graphs, self._kept
+            weight = self._weight_in("_kept_for_graphs")
             if weight is not None:
                 return weight
         given = dict(zip(self._made_of, made_of, strict=True))
@@ -119,18 +120,19 @@ class Factored(nn.Module):
         layer._buffers = {name: given.get(name, b) for name, b in self._buffers.items()}
         return layer.weight
 
-    def _keep_weight(self) -> Tensor | None:
-        self._kept = None
+    def _keep_weight(self, place: str) -> Tensor | None:
+        self.__dict__[place] = None
         if self.training or native.watched() or self._gathered():
             return None
         parameters, buffers = (_records(tensors, self._made_of) for tensors in (self._parameters, self._buffers))
         if len(parameters) + len(buffers) < len(self._made_of):
             return None
         memory = tuple(tensor.detach() for _, tensor, *_ in parameters + buffers)
-        self._kept = Kept(self.weight.contiguous(), parameters, buffers, memory)
+        found = Kept(self.weight.contiguous(), parameters, buffers, memory)
+        self.__dict__[place] = found
         _keepers.add(self)
         _watch_optimizers()
-        return self._kept.weight
+        return found.weight
 
     def _gathered(self) -> bool:
         """Whether FSDP refills the parameters for each call: same tensors and versions, and at times same addresses."""
