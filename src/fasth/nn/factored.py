@@ -72,7 +72,7 @@ class Factored(nn.Module):
     def _weight_in(self, place: str) -> Tensor | None:
         """The weight that is kept there, made anew if the parameters have changed; None where none may be kept."""
         # All inference passes here, so: plain attributes only, none that nn.Module would have to search for or look at.
-        found = self.__dict__[place]
+        found: Kept | None = self.__dict__[place]
         if found is None:
             return self._keep_weight(place)
         weight, parameters, buffers, _ = found
