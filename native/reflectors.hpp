@@ -65,9 +65,11 @@ template <class T> struct Reflectors {
 
     // Whether a full block has all its entries in a panel, and as they are: not where the triangle ends, nor scaled.
     bool whole(const Block<T> &at, Index q) const { return !at.scaled && at.size == kp && piece(at.number, q).whole(); }
-    // V is read as it lies where it is whole, and in packets if these are needed.
+    // V is read as it lies where it is whole; and in packets, if these are needed; and where its columns are not so far apart
+    // that they crowd a few lines of both caches.
     bool packed(const Block<T> &at, Index q) const {
-        return !whole(at, q) || (p.in_rows && (V.column_stride != 1 || columns.width(q) % p.packet != 0));
+        const bool crowded = by_columns && V.column_stride * Index(sizeof(T)) % 8192 == 0;
+        return !whole(at, q) || crowded || (p.in_rows && (V.column_stride != 1 || columns.width(q) % p.packet != 0));
     }
 
     // Asks for the block's entries in a panel ahead of their use.

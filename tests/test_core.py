@@ -13,6 +13,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, from_definition, with_gradients
 from processes import script
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasth import householder
@@ -39,6 +40,7 @@ def shared(rows: int) -> list[Problem]:
             "short and long reflectors", (rows, 200), (200, 200), of_V=lambda V: V * 10.0 ** -torch.arange(200)[:, None]
         ),
         Problem("stored by columns", (rows, 200), (200, 200), of_V=lambda V: V.mT.clone().mT),
+        Problem("columns 8 KiB apart", (rows, 200), (150, 200), of_V=lambda V: pad(V.mT, (0, 2048 - 150))[:, :150].mT),
         Problem("a batch of fewer than threads", (3, rows, 150), (3, 60, 150), 16),
         Problem("a batch of more than threads", (7, rows, 150), (7, 60, 150), 16),
     ]
