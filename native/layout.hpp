@@ -153,8 +153,8 @@ template <class T> struct RowStates {
 };
 
 // What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the states. Only a team of the same size can use these, unless they are rows as they come. Of T only the squares from the diagonal on are kept: with full
-// reflectors, and as many rows as there are in a block, that leaves room for the states.
+// the states. Only a team of the same size can use these, unless they are rows as they come. Of T only the squares from the
+// diagonal on are kept: with full reflectors, and as many rows as there are in a block, that leaves room for the states.
 template <class T> struct Kept {
     T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
     Index kp = 0, lanes = 0;

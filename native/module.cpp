@@ -92,7 +92,8 @@ template <class T> struct Found {
         if (!memory.has_memory()) return;
         const Index last = memory.numel() - 1;
         const T code = memory.data<T>()[last];
-        expect(code >= (has_inner_products<T> ? rows_kept : nothing_kept) && code <= most_threads && work.size(int(code)) <= last, "what was kept is not that any more");
+        expect(code >= (has_inner_products<T> ? rows_kept : nothing_kept) && code <= most_threads && work.size(int(code)) <= last,
+               "what was kept is not that any more");
         kept = int(code);
     }
 
@@ -162,7 +163,7 @@ std::tuple<Index, Index, Index, Index> kept_sizes(Index r, Index d, Index longes
         const Problem p{m, r, d, Kind(kind), true, k, packet, panel_for(longest)}; // x Q keeps more than x Qᵀ
         if (kept == factors_kept) return kept_size<float>(p, kept);
         const Index in_columns = kept_size<float>(p, int(std::min<Index>(kept, p.panels())));
-        return packet < 8 ? in_columns : std::max(in_columns, kept_size<float>(in_rows(p), rows_kept));
+        return inner_products_pay(packet) ? std::max(in_columns, kept_size<float>(in_rows(p), rows_kept)) : in_columns;
     };
     const Index none = size(0, members);
     return {size(0, factors_kept), none, (size(packet, members) - none) / packet, packet};

@@ -316,7 +316,8 @@ template <class T> struct Span {
 
 // Inner products of rows, in tiles with as many results as a packet has numbers. Registers need to be wide enough for tiles
 // that pay.
-template <class T> constexpr bool has_inner_products = packet_size<T> >= 8;
+constexpr bool inner_products_pay(Index packet) { return packet >= 8; }
+template <class T> constexpr bool has_inner_products = inner_products_pay(packet_size<T>);
 constexpr int inner_rows = 4;
 template <class T> constexpr int inner_columns = int(packet_size<T>) / inner_rows;
 

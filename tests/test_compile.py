@@ -191,6 +191,19 @@ def test_the_rows_after_every_block_are_kept_where_there_is_room(rows, kept, kin
 
 
 @has_core
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", range(3))
+def test_there_is_room_for_as_many_rows_as_a_block_has_reflections(kind, threads, set_threads):
+    """With full reflectors there is just enough, however the rows are shared out."""
+    set_threads(threads)
+    x, V = torch.randn(32, 256), torch.randn(256, 256)
+    for transpose in (False, True):
+        arguments = householder_arguments(x, V, transpose, kind, 32)
+        assert torch.ops.fasth.householder_forward(*arguments, True)[1][-1] in (threads, -2)
+        assert native.core().householder(x, V, transpose, kind, 32, threads, True)[1][-1] in (threads, -2)
+
+
+@has_core
 @of_two_threads_or_any
 @pytest.mark.parametrize("reflectors", ["full", "compact"])
 def test_the_rows_after_every_block_of_a_weight_are_kept(rows, kept, reflectors, set_threads):
