@@ -21,7 +21,7 @@ from fasth import files
 from fasth.reproduce import runner
 from fasth.reproduce.command import show
 from fasth.reproduce.experiments import Experiment
-from fasth.reproduce.layers import BATCH, LINEAR_SVD, NN_LINEAR, NN_RNN, RNN_SVD
+from fasth.reproduce.layers import BATCH, LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR, NN_RNN, RNN_SVD
 from fasth.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, TRIANGULAR, Method
 from fasth.reproduce.operations import OPERATIONS
 from fasth.reproduce.tasks import Entry, InTurns, Settings
@@ -58,7 +58,7 @@ BOTH = ("step", "forward")
 BENCHES = [
     Bench("layer", OF_FASTH, TO_4096, [64, 256, 1024], 50, BOTH),
     Bench("rows", OF_FASTH, [256, 512, 1024], [256], 15, rows_per_d=8),
-    Bench("linear", [NN_LINEAR, LINEAR_SVD], TO_2048, [64, 256, 1024], 50, BOTH),
+    Bench("linear", [NN_LINEAR, LINEAR_ORTHOGONAL, LINEAR_SVD], TO_2048, [64, 256, 1024], 50, BOTH),
     Bench("rnn", [NN_RNN, RNN_SVD], [128, 256], [128], 20, BOTH, rows=STEPS * BATCH),
     *(
         Bench(o.name.split()[0].lower(), [o.standard_method, o.our_method], TO_2048[:6], [64, 256], 15)

@@ -21,7 +21,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     def sized(title: str, experiment: str, what: str, yardstick: str = LINEAR.name) -> Table:
         return _by_size(title, select(results, experiment, what=what), yardstick)
 
-    of_linear, of_rnn = "LinearSVD as multiples of nn.Linear", "RNNSVD as multiples of nn.RNN"
+    of_linear, of_rnn = "layers as multiples of nn.Linear", "RNNSVD as multiples of nn.RNN"
     made = [
         sized(f"Training step, 32 rows, {of_linear}", "linear", "step", NN_LINEAR.name),
         sized(f"Inference in eval mode, 32 rows, {of_linear}", "linear", "forward", NN_LINEAR.name),

@@ -291,7 +291,7 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
             expect(found.kept != nothing_kept, "nothing was kept");
             const Rows dx(needed(0) ? x.tensor.new_rows() : Tensor(), columns);
             const Tensor dU = needed(1) ? factors.U.new_like() : Tensor();
-            const Tensor dsigma = factors.sigma.new_rows();
+            const Tensor dsigma = needed(2) ? factors.sigma.new_rows() : Tensor();
             const Tensor dV = factors.V.here() && !one && needed(3) ? factors.V.new_like() : Tensor();
             const Tensor dbias = bias.here() && needed(4) ? bias.new_rows() : Tensor();
             const auto rows = g.all<const T>();
@@ -301,8 +301,7 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
                 nb::gil_scoped_release release;
                 work.backward(rows, found.memory.template data<T>(), found.kept, to);
             }
-            return nb::make_tuple(dx.tensor.or_none(), dU.or_none(), needed(2) ? dsigma.object : nb::none(), dV.or_none(),
-                                  dbias.or_none());
+            return nb::make_tuple(dx.tensor.or_none(), dU.or_none(), dsigma.or_none(), dV.or_none(), dbias.or_none());
         });
     });
 }
@@ -340,8 +339,10 @@ nb::object plain_householder(nb::handle x_, nb::handle V_) {
 // Likewise (rows, n, m, U's reflectors, V's) for the arguments of `svd_linear`.
 nb::object plain_svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_, nb::handle signs,
                             bool columns) {
-    for (nb::handle t : {x_, U, sigma, V, bias_, signs})
-        if (!t.is_none() && !is_plain(t)) return nb::none();
+    for (nb::handle t : {x_, U, sigma, V, bias_, signs}) {
+        const bool may_be_empty = t.is(U) || t.is(V); // no reflectors: the identity
+        if (!t.is_none() && !is_plain(t, may_be_empty)) return nb::none();
+    }
     const Tensor bias(bias_);
     Tensor x_tensor(x_);
     if (columns ? x_tensor.dims() != 2 : x_tensor.dims() < 1) return nb::none();

@@ -244,7 +244,7 @@ template <class T> struct Weight {
            const Diagonal<T> &diagonal, int threads)
         : V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
           plan(plan_for(1, V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d),
-                        std::min(V.panels(), U.panels()), threads)),
+                        std::min(shares(V, U), shares(U, V)), threads)),
           V(V, both_pay(V, U)), U(U, both_pay(V, U)) {}
 
     // Kept, in this order: the rows after the first product and those after the second; what each keeps besides.
@@ -281,7 +281,7 @@ template <class T> struct Weight {
         return kept_by(members, planned);
     }
 
-    struct Gradients { // any but that of sigma may be left out
+    struct Gradients { // any may be left out
         Strided<T> x, V;
         T *sigma;
         Strided<T> U;
@@ -295,8 +295,8 @@ template <class T> struct Weight {
                 if (to.bias) second.sum_columns(g, to.bias);
                 if (to.U.data) second.load({memory + U_output(), u.d, 1}, 1);
                 second.backward({}, to.U);
-                first.load({memory, v.d, 1}, 1);
-                first.gradient_of_factors(second, diagonal, to.sigma);
+                if (to.sigma || to.V.data) first.load({memory, v.d, 1}, 1);
+                if (to.sigma) first.gradient_of_factors(second, diagonal, to.sigma);
                 if (!to.x.data && !to.V.data) return;
                 first.load_scaled(second, diagonal);
                 first.backward(to.x, to.V);
@@ -331,6 +331,8 @@ template <class T> struct Weight {
         };
         on.v.in_rows ? with(on.V.rows, on.U.rows) : with(on.V.columns, on.U.columns);
     }
+    // How many members a product has panels for; one without reflections is no reason to be fewer.
+    static Index shares(const Problem &p, const Problem &other) { return p.blocks() ? p.panels() : other.panels(); }
     bool both_pay(const Problem &V, const Problem &U) const {
         return rows_pay<T>(V, V_reflectors.column_stride == 1, plan.members) &&
                rows_pay<T>(U, U_reflectors.column_stride == 1, plan.members);

@@ -72,6 +72,11 @@ def test_a_block_is_no_larger_than_there_are_reflections(device):
     assert not dV[10:].any()
 
 
+def test_no_reflections_on_the_meta_device():
+    x, V = torch.empty(3, 5, device="meta"), torch.empty(0, 5, device="meta")
+    assert householder(x, V).shape == (3, 5)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 31, 32, 33, 100, 1000])
 @each_direction
 def test_every_block_size_gives_the_same(block_size, direction, device):

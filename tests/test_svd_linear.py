@@ -122,6 +122,27 @@ def test_value_and_gradients(path: str, shape: Shape, form: str, precise: torch.
     assert_all_close(got, expected(tensors, form), shape.n + shape.m)
 
 
+@pytest.mark.parametrize(("form", "trains_all"), [("compact", False), ("full", True)])
+@pytest.mark.parametrize("side", ["U", "V"])
+@pytest.mark.parametrize("shape", [*SHAPES, Shape((32,), 260, 20), Shape((32,), 20, 260)], ids=str)
+def test_without_reflectors_on_one_side(
+    path: str,
+    shape: Shape,
+    side: str,
+    form: str,
+    trains_all: bool,
+    precise: torch.dtype,
+    set_threads: Callable[[int], None],
+) -> None:
+    """That side is the identity, as in LinearOrthogonal, where the singular values are constants, too."""
+    set_threads(3)
+    tensors = draw(shape, form, precise, "cpu")
+    tensors[side] = tensors[side].new_empty(0, tensors[side].shape[1]).requires_grad_(trains_all)
+    tensors["sigma"].requires_grad_(trains_all)
+    got = with_gradients(actual(tensors, form), tensors)
+    assert_all_close(got, expected(tensors, form), shape.n + shape.m)
+
+
 @pytest.mark.parametrize(("n", "rows", "threads"), [(320, 64, 4), (320, 64, 1), (200, 64, 3)])
 @pytest.mark.parametrize("form", FORMS)
 def test_with_and_without_room_for_the_rows_after_every_block(

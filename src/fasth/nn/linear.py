@@ -13,7 +13,7 @@ from fasth.nn.factored import Factored, at_least_one, in_dtype_of, one_of
 from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, spectrum_or_free
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
-from fasth.reflections import householder, householder_compact, svd_linear
+from fasth.reflections import svd_dense, svd_linear
 
 Self = TypeVar("Self", bound="_Linear")
 
@@ -300,20 +300,16 @@ class LinearOrthogonal(_Linear):
     def _set_factors(self, V: Tensor, signs: Tensor) -> None:
         self._write(reflectors=V if self.form == "compact" else expanded(V)[: len(V)], signs=signs)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        if x.ndim < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(f"`x` should have last dimension {self.in_features}; got shape {tuple(x.shape)}")
-        if self.out_features < self.in_features:
-            out = self._reflect(x, transpose=True)[..., : self.out_features]
-            out = out * self.signs.to(out.dtype)
-        else:
-            out = self._reflect(F.pad(x * self.signs.to(x.dtype), (0, self.out_features - self.in_features)))
-        return out if self.bias is None else out + self.bias
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W = Q diag(signs) I, or I diag(signs) Qᵀ where out < in, as ``svd_linear`` takes it."""
+        Q = self.reflectors
+        identity = Q.new_empty(0, min(Q.shape))  # the product of no reflections
+        signs = in_dtype_of(Q, self.signs)
+        return (identity, signs, Q) if self.out_features < self.in_features else (Q, signs, identity)
 
-    def _reflect(self, x: Tensor, transpose: bool = False) -> Tensor:
-        if self.form == "compact":
-            return householder_compact(x, self.reflectors, transpose=transpose)
-        return householder(x, self.reflectors, transpose=transpose)
+    def _multiply(self, x: Tensor) -> Tensor:
+        U, signs, V = self._factors()
+        return svd_linear(x, U, signs, V, self.bias, form=self.form)
 
     @property
     def orthogonal(self) -> Orthogonal:
@@ -324,9 +320,8 @@ class LinearOrthogonal(_Linear):
     @property
     def weight(self) -> Tensor:
         """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        k, d = self.reflectors.shape
-        columns = self._reflect(F.pad(in_dtype_of(self.reflectors, self.signs).diag(), (0, d - k)))
-        return columns if self.out_features < self.in_features else columns.mT
+        U, signs, V = self._factors()
+        return svd_dense(U, signs, V, form=self.form)
 
     def set_weight_(self, weight: Tensor) -> LinearOrthogonal:
         """Makes W the matrix with orthonormal rows or columns that is nearest to ``weight``: (out, in).

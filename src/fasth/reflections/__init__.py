@@ -118,7 +118,8 @@ def svd_linear(
 
     Args:
         x: (*, m).
-        U: (·, n), the reflectors of Q_U, of the given form: "full", "triangular" or "compact".
+        U: (·, n), the reflectors of Q_U, of the given form: "full", "triangular" or "compact". None of them, (0, n), is
+            the identity.
         sigma: (k,) with k ≤ min(n, m); of any sign.
         V: (·, m), the reflectors of Q_V. Left out, U is the (n, m) matrix that holds both, compact: V's as its rows
             right of the diagonal, U's as its columns below it.
@@ -187,6 +188,8 @@ def _signed(sigma: Tensor, signs: Tensor | None) -> Tensor:
 
 
 def _of_form(x: Tensor, V: Tensor, form: str, transpose: bool = False) -> Tensor:
+    if not (len(V) or V.requires_grad):
+        return x
     if form == "compact":
         return householder_compact(x, V, transpose=transpose)
     return householder(x, V, transpose=transpose, triangular=form == "triangular")

@@ -66,7 +66,9 @@ def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
     does not depend on the length of a reflector, so no derivative of Q does either.
     """
     V = _reflectors(V, triangular)
-    largest = torch.linalg.vector_norm(V.detach(), torch.inf, -1, keepdim=True)
+    largest = V.detach()[..., :1]
+    if V.shape[1]:  # the meta device has no such norm of no rows
+        largest = torch.linalg.vector_norm(V.detach(), torch.inf, -1, keepdim=True)
     if torch.compiler.is_compiling() and is_exporting():
         scale = torch.where(largest == 0, 1, largest)  # ONNX has no frexp
     else:

@@ -34,6 +34,12 @@ def _linear_svd(d: int, N: Tensor) -> tuple[nn.Module, Function]:
     return layer, lambda x, reflectors, sigma, bias: _svd(x, reflectors, sigma, signs) + bias
 
 
+def _linear_orthogonal(d: int, N: Tensor) -> tuple[nn.Module, Function]:
+    layer = fasth.LinearOrthogonal(d, d).eval()
+    signs = layer.signs.double()
+    return layer, lambda x, reflectors, bias: product(x * signs, unit(reflectors)) + bias
+
+
 class _Sequences(nn.Module):
     """A recurrent layer on rows, and without its last state."""
 
@@ -78,5 +84,6 @@ RECURRENT_SLACK = 10.0
 
 NN_LINEAR = of_module("nn.Linear", _linear)
 LINEAR_SVD = of_module("LinearSVD", _linear_svd)
+LINEAR_ORTHOGONAL = of_module("LinearOrthogonal", _linear_orthogonal)
 NN_RNN = of_module("nn.RNN", _rnn, slack=RECURRENT_SLACK)
 RNN_SVD = of_module("RNNSVD", _rnn_svd, slack=RECURRENT_SLACK)
