@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fasth.nn.factored import in_dtype_of, one_of
-from fasth.nn.factors import joined, spectrum_or_free
+from fasth.nn.factors import joined, of_orthogonal, spectrum_or_free
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
+from fasth.reflections import svd_dense
 from fasth.spectrum import Spectrum
 
 __all__ = ["OrthogonalWeight", "SVDWeight", "orthogonal", "svd"]
@@ -126,6 +127,8 @@ class OrthogonalWeight(_Weight):
 
     def forward(self, X: Tensor) -> Tensor:
         V = X if self.wide else X.mT
+        if X.ndim == 2:
+            return svd_dense(*of_orthogonal(V, self.signs, self.wide))
         Q = Orthogonal(V, form="compact", signs=in_dtype_of(V, self.signs))
         k, d = V.shape[-2:]
         columns = Q.matmul(torch.eye(d, k, dtype=X.dtype, device=X.device))
@@ -155,10 +158,13 @@ class SVDWeight(_Weight):
 
     def svd(self, reflectors: Tensor, sigma: Tensor) -> SVD:
         """W as its factors, differentiable."""
-        U_signs, V_signs = in_dtype_of(sigma, self.signs).unbind(-2)
+        signs, sigma = in_dtype_of(sigma, self.signs), self.spectrum(sigma)
+        if reflectors.ndim == 2:
+            return SVD.of_shared(reflectors, sigma, signs)
+        U_signs, V_signs = signs.unbind(-2)
         return SVD(
             Orthogonal(reflectors.mT, form="compact", signs=U_signs),
-            self.spectrum(sigma),
+            sigma,
             Orthogonal(reflectors, form="compact", signs=V_signs),
         )
 

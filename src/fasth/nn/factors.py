@@ -105,6 +105,16 @@ def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:
     return spectrum
 
 
+def of_orthogonal(Q: Tensor, signs: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """W = Q diag(signs) I, or I diag(signs) Qᵀ if ``wide``, as ``svd_linear`` takes it.  Q: (k, d), its reflectors.
+
+    The identity is the product of no reflections.
+    """
+    identity = Q.new_empty(0, min(Q.shape))
+    signs = in_dtype_of(Q, signs)
+    return (identity, signs, Q) if wide else (Q, signs, identity)
+
+
 def joined(U: Tensor, V: Tensor) -> Tensor:
     """Compact reflectors U: (*, k, n) and V: (*, k, m) in one matrix: (*, n, m), U's as columns below the diagonal."""
     (k, n), m = U.shape[-2:], V.shape[-1]

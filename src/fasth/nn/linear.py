@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fasth import spectrum as spectra
 from fasth.nn.factored import Factored, at_least_one, in_dtype_of, one_of
-from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, spectrum_or_free
+from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, of_orthogonal, spectrum_or_free
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
 from fasth.reflections import svd_dense, svd_linear
@@ -301,11 +301,7 @@ class LinearOrthogonal(_Linear):
         self._write(reflectors=V if self.form == "compact" else expanded(V)[: len(V)], signs=signs)
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W = Q diag(signs) I, or I diag(signs) Qᵀ where out < in, as ``svd_linear`` takes it."""
-        Q = self.reflectors
-        identity = Q.new_empty(0, min(Q.shape))  # the product of no reflections
-        signs = in_dtype_of(Q, self.signs)
-        return (identity, signs, Q) if self.out_features < self.in_features else (Q, signs, identity)
+        return of_orthogonal(self.reflectors, self.signs, self.out_features < self.in_features)
 
     def _multiply(self, x: Tensor) -> Tensor:
         U, signs, V = self._factors()

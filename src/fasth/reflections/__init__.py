@@ -156,13 +156,13 @@ def svd_linear(
 def svd_dense(
     U: Tensor, sigma: Tensor, V: Tensor | None = None, *, signs: Tensor | None = None, form: str = "compact"
 ) -> Tensor:
-    """W: (n, m) of ``svd_linear``, by applying the reflections to the rows of a diagonal matrix."""
-    U_side, V_side = (U.mT, U) if V is None else (U, V)
-    n, m, k = U_side.shape[-1], V_side.shape[-1], sigma.shape[-1]
-    diagonal = torch.eye(k, m, dtype=sigma.dtype, device=sigma.device)
-    rows = _of_form(diagonal, V_side, form)  # the first k columns of Q_V, as rows
-    scaled = _signed(sigma, signs).unsqueeze(-1) * rows
-    return _of_form(F.pad(scaled.mT, (0, n - k)), U_side, form).mT
+    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity."""
+    n, m = U.shape if V is None else (U.shape[1], V.shape[1])
+    identity = torch.eye(min(n, m), dtype=sigma.dtype, device=sigma.device)
+    if n >= m:
+        return svd_linear(identity, U, sigma, V, signs=signs, form=form, columns=True)
+    U, V = (U.mT, None) if V is None else (V, U)  # I (Wᵀ)ᵀ
+    return svd_linear(identity, U, sigma, V, signs=signs, form=form)
 
 
 def _svd_composed(
