@@ -21,7 +21,7 @@ template <class T> class Gradient {
 
     // A block's gradient begins with Z and R, both (lanes, kp). The team shares out the zeros.
     void begin(const Block<T> &at, const T *Z, const T *R, const Team &team) const {
-        antisymmetric_half(Z, R);
+        antisymmetric_half(p.first_row(at.number), Z, R);
         if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_read(at.number), team);
     }
 
@@ -64,12 +64,12 @@ template <class T> class Gradient {
     // ∂Yᵀ, of which N, Z and R are read in packets. An entry of g is `along` from the next in its row, and `down` in its column.
     void transposed(const Block<T> &at, Index q, Index from, const T *Z, const T *R, const T *g, const T *after, Index along,
                     Index down) const {
-        const Index kb = at.size;
+        const Index kb = at.size, first = p.first_row(at.number), start = from * along + first * down;
         const Strided<const T> y = at.Y[q];
         const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
                                    p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
-                                  {p.m, g + from * along, along, down, {Z, kp}},
-                                  {p.m, after + from * along, along, down, {R, kp}}};
+                                  {p.m - first, g + start, along, down, {Z + first * kp, kp}},
+                                  {p.m - first, after + start, along, down, {R + first * kp, kp}}};
         const Piece piece = reflectors.piece(at.number, q);
         const auto into = [&](auto result, Matrix<T> place) {
             product<result(), T>(piece.width, kp, terms, {place.data, place.row_stride}, place);
@@ -173,10 +173,10 @@ template <class T> class Gradient {
                 for (Index c = 0; c < end; ++c) dV(i, c) = T(0);
     }
     // −Nᵀ = striu(M − Mᵀ) with M = ZᵀR for x Qᵀ, stril for x Q.
-    void antisymmetric_half(const T *Z, const T *R) const {
+    void antisymmetric_half(Index first, const T *Z, const T *R) const {
         FASTH_PHASE(antisymmetric);
         T *const N = own.N, *const Mt = own.N + kp * kp;
-        product<Result::set, T>(kp, kp, {p.m, Z, 1, kp, {R, kp}}, {nullptr, 0}, {N, kp});
+        product<Result::set, T>(kp, kp, {p.m - first, Z + first * kp, 1, kp, {R + first * kp, kp}}, {nullptr, 0}, {N, kp});
         transpose<T>(kp, kp, {N, kp}, {Mt, kp});
         for (Index i = 0; i < kp; ++i)
             for (Index j = 0; j < kp; ++j) {

@@ -35,6 +35,7 @@ struct Problem {
     bool shares = false; // with compact reflectors: whether another product has its own in the rest of the matrix
     bool adds = false;   // whether the gradient of V is added to what is there
     bool in_rows = false; // rows of x as they come, which the members share out, instead of columns: rowwise.hpp
+    bool of_identity = false; // x are the first rows of the identity, in x Qᵀ, and no gradient of them is wanted
 
     bool triangular() const { return kind != Kind::full; }
     Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
@@ -45,6 +46,9 @@ struct Problem {
     Index panels() const { return (d + panel - 1) / panel; }
     // Rows of x stand side by side in registers, or, as they come, in tiles. Those that are only there to fill the last are zero.
     Index lanes() const { return round_up(m, in_rows ? inner_rows : packet); }
+    // The first of the rows that a block changes, in whole packets. Those of the identity are zero in all columns that it
+    // reaches, up to where it starts itself: the blocks that act before it start further right.
+    Index first_row(Index block) const { return of_identity ? std::min(first_column(block), m) / packet * packet : 0; }
     // How far apart columns of x are. Multiples of a kilobyte would crowd a few lines of the first-level cache.
     Index lane_stride() const { return m && lanes() % 256 == 0 ? lanes() + packet : lanes(); }
     Index panel_size() const { return panel * lane_stride(); }

@@ -40,7 +40,8 @@ Tensor as_rows(nb::handle t, int V_dims) {
 }
 
 // x: (*, d) and V: (r, d), or x: (B, m, d) and V: (B, r, d).
-template <class T> Reflection<T> reflection(const Tensor &x, const Tensor &V, bool transpose, int kind, Index k, int threads) {
+template <class T>
+Reflection<T> reflection(const Tensor &x, const Tensor &V, bool transpose, int kind, Index k, int threads, bool of_identity) {
     expect_dtype<T>(x), expect_dtype<T>(V);
     const bool batch = V.dims() == 3;
     expect(batch ? x.dims() == 3 && x.size(0) == V.size(0) : V.dims() == 2 && x.dims() > 0,
@@ -49,7 +50,9 @@ template <class T> Reflection<T> reflection(const Tensor &x, const Tensor &V, bo
     expect(kind >= 0 && kind < 3 && k > 0 && threads > 0, "unknown kind of reflectors, or a block or team of none");
     const Index m = batch ? x.size(1) : x.rows();
     const Index d = V.size(-1);
-    const Problem p{m, V.size(-2), d, Kind(kind), transpose, k, packet_size<T>, panel_for(d)};
+    expect(!of_identity || (m <= d && !transpose), "the identity has d rows, and they are multiplied by the transpose");
+    Problem p{m, V.size(-2), d, Kind(kind), transpose, k, packet_size<T>, panel_for(d)};
+    p.of_identity = of_identity;
     return {p, batch ? V.size(0) : 1, threads, V.stride(-1) == 1};
 }
 
@@ -110,12 +113,14 @@ template <class Work> nb::object with_saved(const Work &work) {
     }
 }
 
-// The output, and what is kept, a tensor or None. `keep`: a tensor to keep it in, or whether to keep it.
-nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int kind, Index k, int threads, nb::handle keep) {
+// The output, and what is kept, a tensor or None. `keep`: a tensor to keep it in, or whether to keep it. `of_identity`:
+// whether x are the first rows of the identity, to form Qᵀ. That saves a third of both passes, and x has no gradient.
+nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int kind, Index k, int threads, nb::handle keep,
+                       bool of_identity) {
     const Tensor V(V_), x = as_rows(x_, V.dims());
     return by_dtype(x, [&](auto zero) {
         using T = decltype(zero);
-        const Reflection<T> work = reflection<T>(x, V, transpose, kind, k, threads);
+        const Reflection<T> work = reflection<T>(x, V, transpose, kind, k, threads, of_identity);
         const Tensor out = x.new_rows();
         Keeping<T> keeping(keep);
         int kept = keeping.plan(work, x, x.numel() + V.numel()); // V and the output are kept anyway: as much again
@@ -132,12 +137,13 @@ nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int kind, I
 
 // The gradients of x and V, or None. `out`, for that of V, and `memory` are what `householder` gave back.
 nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, nb::handle memory, bool transpose, int kind,
-                                Index k, int threads, bool needs_x, bool needs_V) {
+                                Index k, int threads, bool needs_x, bool needs_V, bool of_identity) {
     const Tensor V(V_), g = as_rows(g_, V.dims()), out = Tensor(out_).in_rows();
     return with_saved([&] {
         return by_dtype(g, [&](auto zero) {
             using T = decltype(zero);
-            const Reflection<T> work = reflection<T>(g, V, transpose, kind, k, threads);
+            const Reflection<T> work = reflection<T>(g, V, transpose, kind, k, threads, of_identity);
+            expect(!(of_identity && needs_x), "the identity has no gradient");
             expect_dtype<T>(out);
             expect(!needs_V || (out.here() && out.numel() == g.numel()), "the output has another shape");
             const Found<T> found(memory, work);
@@ -390,8 +396,9 @@ NB_MODULE(FASTH_MODULE, m) {
     m.def("contains", &contains);
     m.def("plain_householder", &plain_householder, any, any);
     m.def("plain_svd_linear", &plain_svd_linear, any, any, any, any, any, any, some);
-    m.def("householder", &householder);
-    m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some);
+    const auto of_identity = nb::arg("of_identity") = false;
+    m.def("householder", &householder, some, some, some, some, some, some, some, of_identity);
+    m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some, of_identity);
     m.def("kept_sizes", &kept_sizes);
     m.def("new_kept", &new_kept);
     m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, some, some);

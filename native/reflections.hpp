@@ -127,7 +127,7 @@ template <class T> class Member {
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const auto turn_of = [&](Index step, const Block<T> &at) {
             kept.get_factor(at.number, own.factor);
-            multiply_by_factor(S, own.factor, p.transpose, own.Zt);
+            multiply_by_factor(p.first_row(at.number), S, own.factor, p.transpose, own.Zt);
             if (step + 1 < p.blocks()) kept.prefetch_factor(p.block_at(step + 1, p.transpose));
             if (kept.Z && team.rank == 0) {
                 FASTH_PHASE(keep);
@@ -154,10 +154,11 @@ template <class T> class Member {
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const Gradient<T> gradient(p, reflectors, own, dV);
         const auto begin = [&](const Block<T> &at) {
-            transpose<T>(kp, lanes, {own.Zt, stride}, {own.R, kp});
+            const Index first = p.first_row(at.number), start = first * kp;
+            transpose<T>(kp, lanes - first, {own.Zt + first, stride}, {own.R + start, kp});
             if (!kept.Z) { // the way back gives −Z
-                transpose<T>(kp, lanes, {own.Zt + kp * stride, stride}, {own.Z, kp});
-                for (Index i = 0; i < lanes * kp; ++i) own.Z[i] = -own.Z[i];
+                transpose<T>(kp, lanes - first, {own.Zt + kp * stride + first, stride}, {own.Z + start, kp});
+                for (Index i = start; i < lanes * kp; ++i) own.Z[i] = -own.Z[i];
             }
             gradient.begin(at, Z_of(at), own.R, team);
         };
@@ -167,7 +168,7 @@ template <class T> class Member {
         const auto turn_of = [&](Index step, const Block<T> &at) {
             kept.get_factor(at.number, own.factor);
             for (int set = 0; set < sets; ++set)
-                multiply_by_factor(S + set * kp * stride, own.factor, way, own.Zt + set * kp * stride);
+                multiply_by_factor(p.first_row(at.number), S + set * kp * stride, own.factor, way, own.Zt + set * kp * stride);
             if (step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
                 kept.prefetch_factor(next);
@@ -324,11 +325,12 @@ template <class T> class Member {
     void add_products(const Block<T> &at, Index q, Index from, Index to, int sets, T *sum) const {
         FASTH_PHASE(S);
         const Strided<const T> y = at.Y[q];
+        const Index first = p.first_row(at.number);
         for (int set = 0; set < sets; ++set, sum += kp * stride) {
-            const T *const rows = set == 0 ? now(q) : own.rows[set] + q * p.panel_size();
-            product<Result::add, T>(at.size, lanes,
+            const T *const rows = (set == 0 ? now(q) : own.rows[set] + q * p.panel_size()) + first;
+            product<Result::add, T>(at.size, lanes - first,
                                     {to - from, y.data, y.row_stride, y.column_stride, {rows + from * stride, stride}},
-                                    {sum, stride}, {sum, stride});
+                                    {sum + first, stride}, {sum + first, stride});
         }
     }
 
@@ -336,19 +338,20 @@ template <class T> class Member {
     void update(const Block<T> &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after) const {
         FASTH_PHASE(update);
         const Strided<const T> y = at.Y[q];
-        product<Result::subtract, T>(to - from, lanes,
-                                     {at.size, y.data, y.column_stride, y.row_stride, {Zt, stride}},
-                                     {rows + from * stride, stride}, {after + from * stride, stride});
+        const Index first = p.first_row(at.number), start = from * stride + first;
+        product<Result::subtract, T>(to - from, lanes - first,
+                                     {at.size, y.data, y.column_stride, y.row_stride, {Zt + first, stride}},
+                                     {rows + start, stride}, {after + start, stride});
         if (from && after != rows) std::memcpy(after, rows, sizeof(T) * std::size_t(from * stride));
     }
 
-    // Zᵀ = (S F)ᵀ: (kp, lanes), with F = T if `upper`, else Tᵀ.
-    void multiply_by_factor(const T *St, const T *factor, bool upper, T *Zt) const {
+    // Zᵀ = (S F)ᵀ: (kp, lanes), from the first row on that changes, with F = T if `upper`, else Tᵀ.
+    void multiply_by_factor(Index first, const T *St, const T *factor, bool upper, T *Zt) const {
         FASTH_PHASE(factor);
-        const Matrix<const T> right{St, stride};
+        const Matrix<const T> right{St + first, stride};
         const Term<T> term = upper ? Term<T>{kp, factor, 1, kp, right, Shape::lower_left}
                                    : Term<T>{kp, factor, kp, 1, right, Shape::upper_left};
-        product<Result::set, T>(kp, lanes, term, {nullptr, 0}, {Zt, stride});
+        product<Result::set, T>(kp, lanes - first, term, {nullptr, 0}, {Zt + first, stride});
     }
 };
 

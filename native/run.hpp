@@ -41,6 +41,7 @@ inline Plan plan_for(const Problem &p, Index batch, int threads) {
 // The same problem for rows as they come.
 inline Problem in_rows(Problem p) {
     p.in_rows = true;
+    p.of_identity = false; // a hint, of no use here
     p.panel = widest_panel;
     return p;
 }
@@ -179,6 +180,7 @@ template <class T> struct Reflection {
     // The most that may be kept in so much room, and is worth it: to fetch a large matrix' states from memory takes longer
     // than to run the output back.
     int best_kept(Index room) const {
+        if (layouts.columns.of_identity) return size(factors_kept) <= room ? factors_kept : nothing_kept;
         for (const int kept : {layouts.best_kept(plan.members), plan.members}) {
             const bool states_pay = layouts.size(kept) * Index(sizeof(T)) <= Index(48) << 20;
             if (size(kept) <= room && states_pay) return kept;

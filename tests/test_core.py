@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasth import householder
-from fasth.reflections import householder_compact, native
+from fasth.reflections import _formed, householder_compact, native
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -65,6 +65,53 @@ def test_any_number_of_threads_gives_the_same(problem, direction, precise, set_t
     expected = result(1)
     for threads in (2, 3, 5):
         assert_all_close(result(threads), expected, V.triu() if direction["triangular"] else V)
+
+
+# The rows of the identity, most of which a block of triangular reflectors leaves alone.
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem("square", (200, 200), (200, 200)),
+        Problem("ragged", (70, 140), (70, 140), 16),
+        Problem("blocks and rows not of whole packets", (123, 123), (123, 123), 20),
+        Problem("r > d", (90, 90), (130, 90)),
+        Problem("few rows", (5, 90), (90, 90)),
+        Problem("stored by columns", (101, 120), (120, 120), of_V=lambda V: V.mT.clone().mT),
+    ],
+    ids=lambda problem: problem.name,
+)
+@pytest.mark.parametrize("triangular", [True, False])
+def test_forming_the_matrix(problem, triangular, precise, set_threads, path):
+    set_threads(3)
+    _, V = problem.draw(precise, "cpu")
+    eye = torch.eye(*problem.x_shape, dtype=precise, requires_grad=True)
+    kind = native.TRIANGULAR if triangular else native.FULL
+
+    def formed(x, V):
+        return _formed(V, len(x), kind, problem.block_size)
+
+    expected = with_gradients(from_definition, eye, V, triangular=triangular)
+    out, _, dV = with_gradients(formed, eye, V)
+    assert_all_close((out, expected[1], dV), expected, V.triu() if triangular else V)
+    torch.testing.assert_close(formed(eye, V.detach()), out)
+
+
+def test_forming_the_matrix_has_second_derivatives():
+    V = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda V: native.formed(V, rows=6, kind=native.TRIANGULAR, block_size=4), (V,))
+
+
+def test_forming_the_matrix_says_what_it_cannot_do():
+    V, eye = torch.randn(6, 6), torch.eye(7, 6)
+    with pytest.raises(ValueError, match="identity has d rows"):
+        native.core().householder(eye, V, False, native.FULL, 4, 1, True, True)
+    with pytest.raises(ValueError, match="by the transpose"):
+        native.core().householder(eye[:6], V, True, native.FULL, 4, 1, True, True)
+    out, kept = native.core().householder(eye[:6], V, False, native.FULL, 4, 1, True, True)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        native.core().householder_backward(out, out, V, kept, False, native.FULL, 4, 1, True, True, True)
 
 
 def _short_and_long_here_and_there(V):

@@ -155,6 +155,17 @@ def test_with_and_without_room_for_the_rows_after_every_block(
     assert_all_close(got, expected(tensors, form), 2 * n)
 
 
+@pytest.mark.parametrize("side", ["U", "V"])
+@pytest.mark.parametrize(("n", "m", "k"), [(130, 130, 130), (150, 130, 130), (130, 150, 130), (150, 150, 129)])
+@pytest.mark.parametrize("form", ["compact", "full"])
+def test_dense_without_reflectors_on_one_side(path: str, form: str, n: int, m: int, k: int, side: str) -> None:
+    tensors = draw(Shape((3,), n, m, k), form, torch.float64, "cpu")
+    tensors[side] = tensors[side].new_empty(0, tensors[side].shape[1])
+    options = {name: tensors[name] for name in ("U", "sigma", "V", "signs")}
+    out = torch.nn.functional.linear(tensors["x"], svd_dense(**options, form=form), tensors["bias"])
+    assert_all_close(with_gradients(out, tensors), expected(tensors, form), n + m)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(path: str, form: str, device: str) -> None:
     for shape in SHAPES:

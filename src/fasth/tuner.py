@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fasth import reflections
 from fasth.reflections import tuned
+from fasth.reflections.native import TRIANGULAR
 from fasth.reflections.tuning import MANY_ROWS, block_size_by_rule, crossover_by_rule, even_block_size
 
 _GAIN = 0.97  # another block size than the default should be faster by more than noise
@@ -93,7 +94,7 @@ def _crossover(V: Tensor, k: int, by_rule: float) -> int:
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
 
     def form() -> object:
-        return torch.autograd.grad(_applied(V, k)(eye), V, eye)
+        return torch.autograd.grad(reflections._formed(V, d, TRIANGULAR, k), V, eye)
 
     W = V.detach().clone().requires_grad_()
     calls = {
@@ -108,7 +109,7 @@ def _crossover(V: Tensor, k: int, by_rule: float) -> int:
 
 
 def _applied(V: Tensor, k: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: reflections._apply(x, V, False, True, k)
+    return lambda x: reflections._apply(x, V, False, TRIANGULAR, k)
 
 
 def _step(V: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Callable[[], object]:

@@ -23,6 +23,9 @@ __all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_line
 
 FORMS = ("full", "triangular", "compact")
 
+# From so many columns on, forming Q apart from the singular values saves more than an operation of their own costs.
+FORMED_APART = 128
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -93,14 +96,9 @@ def householder_compact(
     _check(x, V, block_size)
     x, (r, d) = x.to(V.dtype), V.shape
     if materialising_pays(x.numel() // d, min(r, d), d, True, V):
-        Qt = householder_compact(torch.eye(d, dtype=V.dtype, device=V.device), V, block_size=block_size)
+        Qt = _formed(V, d, native.COMPACT, block_size)
         return x @ (Qt.mT if transpose else Qt)
-    core = _core_for(x, V)
-    if core is not None:
-        k = min(block_size or default_block_size(min(V.shape), V, x.numel() // d), max(min(V.shape), 1))
-        return core(x, V, transpose=transpose, kind=native.COMPACT, block_size=k)
-    V = blocked.expand_compact(V)
-    return householder(x, V, transpose=transpose, triangular=True, block_size=block_size)
+    return _apply(x, V, transpose, native.COMPACT, block_size)
 
 
 def svd_linear(
@@ -158,6 +156,11 @@ def svd_dense(
 ) -> Tensor:
     """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity."""
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
+    if V is not None and len(sigma) >= FORMED_APART and 0 in (len(U), len(V)):
+        Q, other = (U, m) if len(U) else (V, n)
+        if other == len(sigma) and native.usable(Q):
+            scaled = _signed(sigma, signs).unsqueeze(-1) * _formed(Q, other, FORMS.index(form), None)
+            return scaled.mT if Q is U else scaled
     identity = torch.eye(min(n, m), dtype=sigma.dtype, device=sigma.device)
     if n >= m:
         return svd_linear(identity, U, sigma, V, signs=signs, form=form, columns=True)
@@ -198,27 +201,38 @@ def _of_form(x: Tensor, V: Tensor, form: str, transpose: bool = False) -> Tensor
 def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
     """Picks the path: materialise or apply, on the compiled core or in PyTorch."""
     r, d = V.shape[-2:]
-    if V.ndim == 2 and materialising_pays(x.numel() // d, r, d, triangular, V):
-        # Qᵀ from the rows of the identity; x Qᵀ = x · that, x Q = x · that transposed.
-        eye = torch.eye(d, dtype=V.dtype, device=V.device)
-        Qt = _apply(eye, V, False, triangular, block_size)
-        return x @ (Qt.mT if transpose else Qt)
-    return _apply(x, V, transpose, triangular, block_size)
-
-
-def _apply(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int | None) -> Tensor:
-    most = min(V.shape[-2:]) if triangular else V.shape[-2]
-    k = min(block_size or default_block_size(V.shape[-2], V, x.numel() // V.shape[-1]), max(most, 1))
-    core = _core_for(x, V)
     kind = native.TRIANGULAR if triangular else native.FULL
+    if V.ndim == 2 and materialising_pays(x.numel() // d, r, d, triangular, V):
+        Qt = _formed(V, d, kind, block_size)
+        return x @ (Qt.mT if transpose else Qt)  # x Qᵀ, or x Q
+    return _apply(x, V, transpose, kind, block_size)
+
+
+def _formed(V: Tensor, rows: int, kind: int, block_size: int | None) -> Tensor:
+    """The first rows of Qᵀ: (rows, d), from those of the identity."""
+    if native.usable(V):
+        return native.formed(V, rows=rows, kind=kind, block_size=_block_size(V, kind, rows, block_size))
+    return _apply(torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device), V, False, kind, block_size)
+
+
+def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | None) -> Tensor:
+    k = _block_size(V, kind, x.numel() // V.shape[-1], block_size)
+    core = _core_for(x, V)
     if core is not None and V.ndim == 2:
         return core(x, V, transpose=transpose, kind=kind, block_size=k)
+    V = blocked.expand_compact(V) if core is None and kind == native.COMPACT else V
     rows, reflectors, shape = _batched(x, V)
     if core is not None:
         out = core(rows, reflectors, transpose=transpose, kind=kind, block_size=k)
     else:
+        triangular = kind != native.FULL
         out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
     return out.reshape(shape)
+
+
+def _block_size(V: Tensor, kind: int, rows: int, given: int | None) -> int:
+    r = V.shape[-2] if kind == native.FULL else min(V.shape[-2:])
+    return min(given or default_block_size(r, V, rows), max(r, 1))
 
 
 def _core_for(x: Tensor, V: Tensor) -> Callable[..., Tensor] | None:

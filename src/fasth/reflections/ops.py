@@ -175,9 +175,9 @@ def _householder(
         out, _ = core().householder(x, V, *options, kept if keep else False)
     else:
         d = V.shape[1]
-        P, _ = core().householder(_eye(d, x), V, *options, kept[d * d :] if keep else False)
-        kept[: d * d].copy_(P.flatten()[: kept.numel()])
-        out = x @ P
+        Qt, _ = core().householder(_eye(d, x), V, False, *options[1:], kept[d * d :] if keep else False, True)
+        kept[: d * d].copy_(Qt.flatten()[: kept.numel()])
+        out = x @ (Qt.mT if transpose else Qt)
     return out, kept
 
 
@@ -207,12 +207,14 @@ def _householder_backward(
         dx, dV = core().householder_backward(g, out, V, kept, *options, needs_x, needs_V)
     else:
         d = V.shape[1]
-        P, dV = kept[: d * d].view(d, d), None
+        Qt, dV = kept[: d * d].view(d, d), None
+        P = Qt.mT if transpose else Qt
         dx = g @ P.mT if needs_x else None
         if needs_V:
             # out = x P and P is orthogonal, so xᵀ g = P outᵀ g.
             dP = P @ (out.reshape(-1, d).mT @ g.reshape(-1, d))
-            _, dV = core().householder_backward(dP, P, V, kept[d * d :], *options, False, True)
+            dQt = dP.mT if transpose else dP
+            _, dV = core().householder_backward(dQt, Qt, V, kept[d * d :], False, *options[1:], False, True, True)
     return _result(dx, g), _result(dV, g, V)
 
 

@@ -83,11 +83,12 @@ def crossover_by_rule(r: int, d: int, triangular: bool) -> float:
 
     In units of d² operations per row, a training step by a formed Q takes 6. Applying r reflections takes 12 r/d, half
     of that if triangular, in products that were measured to run at 40 % of the speed. Forming Q is applying them to d
-    rows, at a little more, since the states of so many rows are not kept. With r = d it pays from 1.9 d rows on if
-    triangular, from 1.4 d on if not.
+    rows, at a little more, since the states of so many rows are not kept; and less if they are triangular, which leave
+    rows of the identity alone. With r = d it was measured to pay from about 1.4 d rows on, of U Σ Vᵀ as well.
     """
     apply = (6 if triangular else 12) * r / d / 0.4
-    return 1.12 * apply * d / (apply - 6) if apply > 6 else float("inf")
+    form = 1.12 * apply * (0.75 if triangular else 1)
+    return form * d / (apply - 6) if apply > 6 else float("inf")
 
 
 def _tuned(d: int, like: Tensor | None) -> tuned.Entry | None:
