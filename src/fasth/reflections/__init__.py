@@ -96,7 +96,7 @@ def householder_compact(
     _check(x, V, block_size)
     x, (r, d) = x.to(V.dtype), V.shape
     if materialising_pays(x.numel() // d, min(r, d), d, True, V):
-        Qt = _formed(V, d, native.COMPACT, block_size)
+        Qt = _formed(V, d, native.COMPACT, block_size, keep=_has_room(x, V))
         return x @ (Qt.mT if transpose else Qt)
     return _apply(x, V, transpose, native.COMPACT, block_size)
 
@@ -203,19 +203,24 @@ def _householder(x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_
     r, d = V.shape[-2:]
     kind = native.TRIANGULAR if triangular else native.FULL
     if V.ndim == 2 and materialising_pays(x.numel() // d, r, d, triangular, V):
-        Qt = _formed(V, d, kind, block_size)
+        Qt = _formed(V, d, kind, block_size, keep=_has_room(x, V))
         return x @ (Qt.mT if transpose else Qt)  # x Qᵀ, or x Q
     return _apply(x, V, transpose, kind, block_size)
 
 
-def _formed(V: Tensor, rows: int, kind: int, block_size: int | None) -> Tensor:
-    """The first rows of Qᵀ: (rows, d), from those of the identity."""
+def _has_room(x: Tensor, V: Tensor) -> bool:
+    """Whether x, V, Q and as much again as the last two are at most twice the memory of x and V."""
+    return x.numel() >= 2 * V.numel()
+
+
+def _formed(V: Tensor, rows: int, kind: int, block_size: int | None, keep: bool = True) -> Tensor:
+    """The first rows of Qᵀ: (rows, d), from those of the identity. The core keeps little for the gradient anyway."""
     if native.usable(V):
         return native.formed(V, rows=rows, kind=kind, block_size=_block_size(V, kind, rows, block_size))
-    return _apply(torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device), V, False, kind, block_size)
+    return _apply(torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device), V, False, kind, block_size, keep)
 
 
-def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | None) -> Tensor:
+def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | None, keep: bool = True) -> Tensor:
     k = _block_size(V, kind, x.numel() // V.shape[-1], block_size)
     core = _core_for(x, V)
     if core is not None and V.ndim == 2:
@@ -226,7 +231,7 @@ def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | N
         out = core(rows, reflectors, transpose=transpose, kind=kind, block_size=k)
     else:
         triangular = kind != native.FULL
-        out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k)
+        out = blocked.householder(rows, reflectors, transpose=transpose, triangular=triangular, block_size=k, keep=keep)
     return out.reshape(shape)
 
 

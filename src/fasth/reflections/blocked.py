@@ -15,11 +15,14 @@ from torch import Tensor
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
 
 
-def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
+def householder(
+    x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int, keep: bool = True
+) -> Tensor:
     """x Qᵀ with Q = H₁⋯H_r, or x Q if ``transpose``.  x: (B, m, d), V: (B, r, d) → (B, m, d).
 
     4·r·d operations per row of x and 2·r·d·k once, half of both if ``triangular``; with blocks of k reflections,
-    3 r/k + 2 log₂ k matrix products in sequence.
+    3 r/k + 2 log₂ k matrix products in sequence. ``keep``: whether more than V and the output may be kept for the
+    backward pass, up to as much again.
     """
     if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         # torch.compile does not see how a transform of torch.func is to treat a Function; the products it does.
@@ -27,7 +30,7 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
         out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
         return out.to(x.dtype)
     # Keeping depends on the number of rows, and a compiled graph should not; the compiler shares T by itself.
-    keep = torch.is_grad_enabled() and V.requires_grad and not torch.compiler.is_compiling()
+    keep = keep and torch.is_grad_enabled() and V.requires_grad and not torch.compiler.is_compiling()
     return _function().apply(x, V, transpose, triangular, block_size, keep)[0]
 
 
