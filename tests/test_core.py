@@ -98,9 +98,18 @@ def test_forming_the_matrix(problem, triangular, precise, set_threads, path):
     torch.testing.assert_close(formed(eye, V.detach()), out)
 
 
+@pytest.mark.parametrize("compact", [True, False])
+def test_forming_the_matrix_where_new_tensors_are_elsewhere_by_default(compact):
+    x, V = torch.randn(50, 10), torch.randn(10, 10).triu(1)
+    function = householder_compact if compact else householder
+    expected = function(x, V)
+    with torch.device("meta"):
+        assert torch.equal(function(x, V), expected)
+
+
 def test_forming_the_matrix_has_second_derivatives():
     V = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda V: native.formed(V, rows=6, kind=native.TRIANGULAR, block_size=4), (V,))
+    assert torch.autograd.gradgradcheck(lambda V: _formed(V, 6, native.TRIANGULAR, 4), (V,))
 
 
 def test_forming_the_matrix_says_what_it_cannot_do():

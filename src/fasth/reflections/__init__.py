@@ -215,9 +215,11 @@ def _has_room(x: Tensor, V: Tensor) -> bool:
 
 def _formed(V: Tensor, rows: int, kind: int, block_size: int | None, keep: bool = True) -> Tensor:
     """The first rows of Qᵀ: (rows, d), from those of the identity. The core keeps little for the gradient anyway."""
+    eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     if native.usable(V):
-        return native.formed(V, rows=rows, kind=kind, block_size=_block_size(V, kind, rows, block_size))
-    return _apply(torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device), V, False, kind, block_size, keep)
+        k = _block_size(V, kind, rows, block_size)
+        return native.householder(eye, V, transpose=False, kind=kind, block_size=k, of_identity=True)
+    return _apply(eye, V, False, kind, block_size, keep)
 
 
 def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | None, keep: bool = True) -> Tensor:

@@ -108,68 +108,41 @@ def watched() -> bool:
     )
 
 
-def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
+def householder(
+    x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int, of_identity: bool = False
+) -> Tensor:
     """x Qᵀ, or x Q if ``transpose``.  x: (*, d) and V: (r, d), or x: (B, m, d) and V: (B, r, d) → the shape of x.
 
-    V is FULL, TRIANGULAR or COMPACT; it may have any strides, and is read where it lies.
+    V is FULL, TRIANGULAR or COMPACT; it may have any strides, and is read where it lies. ``of_identity``: x are the
+    first rows of the identity, in x Qᵀ, which saves a third of the work with the latter two.
     """
     if torch.is_grad_enabled() and (x.requires_grad or V.requires_grad):
-        return _run(x, V, (bool(transpose), kind, block_size))
-    return core().householder(x, V, bool(transpose), kind, block_size, torch.get_num_threads(), False)[0]
-
-
-def formed(V: Tensor, *, rows: int, kind: int, block_size: int) -> Tensor:
-    """The first rows of Qᵀ: (rows, d), for V: (r, d).  Two thirds of the cost of as many rows of anything else."""
-    options = False, kind, block_size
-    if torch.is_grad_enabled() and V.requires_grad:
-        return _form(V, rows, options)
-    eye = torch.eye(rows, V.shape[1], dtype=V.dtype)
-    return core().householder(eye, V, *options, torch.get_num_threads(), False, True)[0]
+        return _run(x, V, (bool(transpose), kind, block_size), of_identity)
+    options = bool(transpose), kind, block_size, torch.get_num_threads()
+    return core().householder(x, V, *options, False, of_identity)[0]
 
 
 class _Householder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, V: Tensor, options: tuple[bool, int, int]) -> Tensor:
-        ctx.core, ctx.options = core(), options
-        out, kept = ctx.core.householder(x, V, *options, torch.get_num_threads(), True)
+    def forward(ctx: Any, x: Tensor, V: Tensor, options: tuple[bool, int, int], of_identity: bool) -> Tensor:
+        ctx.core, ctx.options, ctx.of_identity = core(), options, of_identity
+        out, kept = ctx.core.householder(x, V, *options, torch.get_num_threads(), True, of_identity)
         ctx.save_for_backward(V, out if ctx.needs_input_grad[1] else None, kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         V, out, kept = ctx.saved_tensors
-        needs_x, needs_V, _ = ctx.needs_input_grad
+        needs_x, needs_V, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or watched() or not ctx.core.plain(g):  # a second derivative is to follow, for one
-            return *differentiable_gradients(g, out, V, ctx.options, needs_x, needs_V), None
-        threads = torch.get_num_threads()
-        dx, dV = ctx.core.householder_backward(g, out, V, kept, *ctx.options, threads, needs_x, needs_V)
-        return dx, dV, None
-
-
-class _Formed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, V: Tensor, rows: int, options: tuple[bool, int, int]) -> Tensor:
-        ctx.core, ctx.options = core(), options
-        eye = torch.eye(rows, V.shape[1], dtype=V.dtype)
-        out, kept = ctx.core.householder(eye, V, *options, torch.get_num_threads(), True, True)
-        ctx.save_for_backward(V, out, kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        V, out, kept = ctx.saved_tensors
-        if torch.is_grad_enabled() or watched() or not ctx.core.plain(g):
-            _, dV = differentiable_gradients(g, out, V, ctx.options, False, True)
-        else:
-            threads = torch.get_num_threads()
-            _, dV = ctx.core.householder_backward(g, out, V, kept, *ctx.options, threads, False, True, True)
-        return dV, None, None
+            return *differentiable_gradients(g, out, V, ctx.options, needs_x, needs_V), None, None
+        options = *ctx.options, torch.get_num_threads(), needs_x, needs_V, ctx.of_identity
+        return *ctx.core.householder_backward(g, out, V, kept, *options), None, None
 
 
 # Function.apply without its preparations for functorch, which `usable` has ruled out and which cost as much as a small
 # product.
 _run = super(torch.autograd.Function, _Householder).apply
-_form = super(torch.autograd.Function, _Formed).apply
 
 
 def differentiable_gradients(
