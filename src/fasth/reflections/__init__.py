@@ -218,7 +218,9 @@ def _formed(V: Tensor, rows: int, kind: int, block_size: int | None, keep: bool 
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     if native.usable(V):
         k = _block_size(V, kind, rows, block_size)
-        return native.householder(eye, V, transpose=False, kind=kind, block_size=k, of_identity=True)
+        # Full reflectors save nothing by it, and would not keep the states that fit.
+        of_identity = kind != native.FULL
+        return native.householder(eye, V, transpose=False, kind=kind, block_size=k, of_identity=of_identity)
     return _apply(eye, V, False, kind, block_size, keep)
 
 

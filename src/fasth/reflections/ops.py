@@ -175,7 +175,7 @@ def _householder(
         out, _ = core().householder(x, V, *options, kept if keep else False)
     else:
         d = V.shape[1]
-        Qt, _ = core().householder(_eye(d, x), V, False, *options[1:], kept[d * d :] if keep else False, True)
+        Qt, _ = core().householder(_eye(d, x), V, False, *options[1:], kept[d * d :] if keep else False, kind != FULL)
         kept[: d * d].copy_(Qt.flatten()[: kept.numel()])
         out = x @ (Qt.mT if transpose else Qt)
     return out, kept
@@ -214,7 +214,9 @@ def _householder_backward(
             # out = x P and P is orthogonal, so xᵀ g = P outᵀ g.
             dP = P @ (out.reshape(-1, d).mT @ g.reshape(-1, d))
             dQt = dP.mT if transpose else dP
-            _, dV = core().householder_backward(dQt, Qt, V, kept[d * d :], False, *options[1:], False, True, True)
+            _, dV = core().householder_backward(
+                dQt, Qt, V, kept[d * d :], False, *options[1:], False, True, kind != FULL
+            )
     return _result(dx, g), _result(dV, g, V)
 
 
