@@ -72,6 +72,16 @@ def test_a_block_is_no_larger_than_there_are_reflections(device):
     assert not dV[10:].any()
 
 
+@pytest.mark.parametrize("d", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [None, 64])
+def test_q_of_many_short_reflectors_is_orthogonal(d, block_size, device):
+    """In one block of 64, which depend on one another, the worst of these was 300 roundings off."""
+    torch.manual_seed(0)
+    for V in torch.randn(100, 64, d, device=device):
+        Q = householder(torch.eye(d, device=device), V, block_size=block_size).double()
+        assert (Q.mT @ Q - torch.eye(d, device=device)).abs().max() < 64 * torch.finfo(V.dtype).eps
+
+
 def test_no_reflections_on_the_meta_device():
     x, V = torch.empty(3, 5, device="meta"), torch.empty(0, 5, device="meta")
     assert householder(x, V).shape == (3, 5)

@@ -48,7 +48,7 @@ def householder(
         transpose: multiply by Qᵀ = Q⁻¹ instead, x Q.
         triangular: take row i of V to be zero left of column i, whatever stands there. Half the work; d such reflectors
             reach every orthogonal matrix up to the signs of its columns.
-        block_size: how many reflections are handled as one, k. It changes the speed, not the result.
+        block_size: how many reflections are handled as one, k, at most d. It changes the speed, not the result.
 
     Returns:
         (*, d), the shape of x broadcast against the batch of V, in x's dtype.
@@ -217,7 +217,7 @@ def _formed(V: Tensor, rows: int, kind: int, block_size: int | None, keep: bool 
     """The first rows of Qᵀ: (rows, d), from those of the identity. The core keeps little for the gradient anyway."""
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     if native.usable(V):
-        k = _block_size(V, kind, rows, block_size)
+        k = _block_size(V, rows, block_size)
         # Full reflectors save nothing by it, and would not keep the states that fit.
         of_identity = kind != native.FULL
         return native.householder(eye, V, transpose=False, kind=kind, block_size=k, of_identity=of_identity)
@@ -225,7 +225,7 @@ def _formed(V: Tensor, rows: int, kind: int, block_size: int | None, keep: bool 
 
 
 def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | None, keep: bool = True) -> Tensor:
-    k = _block_size(V, kind, x.numel() // V.shape[-1], block_size)
+    k = _block_size(V, x.numel() // V.shape[-1], block_size)
     core = _core_for(x, V)
     if core is not None and V.ndim == 2:
         return core(x, V, transpose=transpose, kind=kind, block_size=k)
@@ -239,9 +239,10 @@ def _apply(x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int | N
     return out.reshape(shape)
 
 
-def _block_size(V: Tensor, kind: int, rows: int, given: int | None) -> int:
-    r = V.shape[-2] if kind == native.FULL else min(V.shape[-2:])
-    return min(given or default_block_size(r, V, rows), max(r, 1))
+def _block_size(V: Tensor, rows: int, given: int | None) -> int:
+    """No larger than r, nor than d: reflectors that depend on one another make T large, and its rounding with it."""
+    largest = min(V.shape[-2:])
+    return min(given or default_block_size(largest, V, rows), max(largest, 1))
 
 
 def _core_for(x: Tensor, V: Tensor) -> Callable[..., Tensor] | None:

@@ -64,7 +64,7 @@ def block_size_or_form(
 ) -> int | None:
     """The block size to apply r reflections with, or None where forming Q costs less."""
     like = torch.empty(0, dtype=dtype, device="cpu")
-    return None if materialising_pays(rows, r, d, triangular, like) else default_block_size(r, like, rows)
+    return None if materialising_pays(rows, r, d, triangular, like) else default_block_size(min(r, d), like, rows)
 
 
 @functools.lru_cache(4096)
