@@ -76,7 +76,7 @@ template <class T> class Gradient {
         };
         if (by_columns() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
         into(Constant<Result::negative>(), {own.dY, kp});
-        for (Index c = 0; at.scaled && c < piece.width; ++c)
+        for (Index c = 0; at.scaled && !p.is_part && c < piece.width; ++c) // sums of parts are scaled when all are there
             for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
         if (dV.column_stride == 1)
             store_in_rows(piece, reflectors.whole(at, q) && piece.width % p.packet == 0);
@@ -150,7 +150,7 @@ template <class T> class Gradient {
         constexpr Index line = 64, size = sizeof(T);
         const bool by_rows = dV.column_stride == 1 && dV.row_stride * size % line == 0;
         const bool by_columns = dV.row_stride == 1 && p.k * size % line == 0 && dV.column_stride * size % line == 0;
-        return reflectors.far && (by_rows || by_columns) &&
+        return reflectors.far && !p.is_part && (by_rows || by_columns) &&
                reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 

@@ -35,7 +35,10 @@ struct Problem {
     bool shares = false; // with compact reflectors: whether another product has its own in the rest of the matrix
     bool adds = false;   // whether the gradient of V is added to what is there
     bool in_rows = false; // rows of x as they come, which the members share out, instead of columns: rowwise.hpp
-    bool of_identity = false; // x are the first rows of the identity, in x Qᵀ, and no gradient of them is wanted
+    bool of_identity = false; // x are rows of the identity, in x Qᵀ, and no gradient of them is wanted
+    // Where the rows are a part of all: the first of them; whether T is there; and sums over the rows before them.
+    Index first = 0;
+    bool is_part = false, continues = false;
 
     bool triangular() const { return kind != Kind::full; }
     Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
@@ -48,7 +51,9 @@ struct Problem {
     Index lanes() const { return round_up(m, in_rows ? inner_rows : packet); }
     // The first of the rows that a block changes, in whole packets. Those of the identity are zero in all columns that it
     // reaches, up to where it starts itself: the blocks that act before it start further right.
-    Index first_row(Index block) const { return of_identity ? std::min(first_column(block), m) / packet * packet : 0; }
+    Index first_row(Index block) const {
+        return of_identity ? std::clamp<Index>(first_column(block) - first, 0, m) / packet * packet : 0;
+    }
     // How far apart columns of x are. Multiples of a kilobyte would crowd a few lines of the first-level cache.
     Index lane_stride() const { return m && lanes() % 256 == 0 ? lanes() + packet : lanes(); }
     Index panel_size() const { return panel * lane_stride(); }
@@ -156,29 +161,34 @@ template <class T> struct RowStates {
     static bool is_left_out(const Problem &p, Index block) { return block == p.block_at(p.blocks() - 1, p.transpose); }
 };
 
-// What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z and
-// the states. Only a team of the same size can use these, unless they are rows as they come. Of T only the squares from the
+// What the forward pass keeps for the backward pass: scales and T of every block, and, if there is room, every Z, and the
+// states. Only a team of the same size can use these, unless they are rows as they come. Of T only the squares from the
 // diagonal on are kept: with full reflectors, and as many rows as there are in a block, that leaves room for the states.
 template <class T> struct Kept {
+    enum class Most { factors, Z, states };
     T *scales = nullptr, *factors = nullptr, *Z = nullptr, *states = nullptr;
     Index kp = 0, lanes = 0;
     int members = 0;
 
-    static Index size(const Problem &p, int members, bool with_states) {
+    static Index size(const Problem &p, int members, Most most = Most::factors) {
         Index count = round_up(p.reflectors(), padding) + p.blocks() * factor_size(p.padded_k());
-        if (with_states && p.blocks())
-            count += p.blocks() * p.lanes() * p.padded_k() +
-                     (p.in_rows ? RowStates<T>::size(p) : States<T>::size(p, members));
+        if (most != Most::factors) count += p.blocks() * p.lanes() * p.padded_k();
+        if (most == Most::states && p.blocks()) count += p.in_rows ? RowStates<T>::size(p) : States<T>::size(p, members);
         return count;
     }
     Kept() = default;
-    Kept(const Problem &p, T *memory, int members, bool with_states) : kp(p.padded_k()), lanes(p.lanes()), members(members) {
+    Kept(const Problem &p, T *memory, int members, Most most = Most::factors) : kp(p.padded_k()), lanes(p.lanes()), members(members) {
         if (!memory) return;
         scales = memory;
         factors = scales + round_up(p.reflectors(), padding);
-        if (!with_states) return;
-        Z = memory + size(p, members, false);
-        states = Z + p.blocks() * lanes * kp;
+        if (most != Most::factors) Z = memory + size(p, members);
+        if (most == Most::states) states = memory + size(p, members, Most::Z);
+    }
+    // The same for the rows from one on.
+    Kept from_row(Index first) const {
+        Kept part = *this;
+        if (Z) part.Z += first * kp;
+        return part;
     }
     static Index factor_size(Index kp) { return kp * (kp + padding) / 2; }
     // action(square of T: (padding, kp), its place here) for the squares from the diagonal on.
@@ -239,7 +249,7 @@ template <class T> struct Workspace {
     T *factors; // scales and T of every block, where they are not kept
     T *grams;   // G of some blocks, of which each member has a summand: (ahead, members, kp, kp)
     // How many blocks ahead T is found, so that a large V is fetched only once; 0 if all T are found first.
-    static Index ahead(const Problem &p) { return p.r * p.d * Index(sizeof(T)) > Index(3) << 20 ? 3 : 0; }
+    static Index ahead(const Problem &p) { return p.r * p.d * Index(sizeof(T)) > Index(3) << 20 && !p.is_part ? 3 : 0; }
 
     struct Own : Scratch<T> { // a member's
         Block<T> blocks[2]; // the block at work and the next
@@ -252,7 +262,7 @@ template <class T> struct Workspace {
 
     // `back`: with a second set of rows, and room for the gradient of V.
     Workspace(const Problem &p, int members, bool back, Arena &arena)
-        : sum_size((1 + back) * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members, false))) {
+        : sum_size((1 + back) * p.lane_stride() * p.padded_k()), factors(arena.take<T>(Kept<T>::size(p, members))) {
         for (T *&slots : sums) slots = arena.take<T>(members * sum_size);
         grams = arena.take<T>(ahead(p) * members * p.padded_k() * p.padded_k());
     }

@@ -95,7 +95,7 @@ template <class T> struct Found {
         if (!memory.has_memory()) return;
         const Index last = memory.numel() - 1;
         const T code = memory.data<T>()[last];
-        expect(code >= (has_inner_products<T> ? rows_kept : nothing_kept) && code <= most_threads && work.size(int(code)) <= last,
+        expect(code >= (has_inner_products<T> ? rows_kept : Z_kept) && code <= most_threads && work.size(int(code)) <= last,
                "what was kept is not that any more");
         kept = int(code);
     }
@@ -260,7 +260,8 @@ nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle 
         expect(x.width() == factors.m(), "x should be as wide as W");
         const Rows out = x.new_of_width(factors.n());
         Keeping<T> keeping(keep);
-        const Index room = 2 * (x.tensor.numel() + factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0));
+        const Index reflectors = factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0);
+        const Index room = 2 * (x.tensor.numel() + reflectors) + work.factors_size() + 33; // rounding, and the last number
         int kept = keeping.plan(work, x.tensor, std::max(room, always_kept));
         const auto from = x.all<const T>();
         const auto to = out.all<T>();

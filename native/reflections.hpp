@@ -34,13 +34,14 @@ template <class T> class Member {
     Member(const Problem &p, Team &team, Strided<const T> V, const Workspace<T> &shared,
            const typename Workspace<T>::Own &own, const Kept<T> &kept)
         : p(p), team(team), V(V), shared(shared), own(own),
-          kept(kept.scales ? kept : Kept<T>(p, shared.factors, team.size, false)), columns(p, team.size, team.rank),
+          kept(kept.scales ? kept : Kept<T>(p, shared.factors, team.size)), columns(p, team.size, team.rank),
           reflectors(p, V, columns), kp(p.padded_k()), lanes(p.lanes()), stride(p.lane_stride()) {
         std::fill(own.factor, own.factor + kp * kp, T(0));
     }
 
-    // This member's share of all T. The team has to meet after it.
-    void find_factors() { Factors<T>(p, V, own).find_share(team, kept); }
+    // This member's share of all T, among these threads. They have to meet after it.
+    void find_factors() { find_factors(team); }
+    void find_factors(const Team &among) { Factors<T>(p, V, own).find_share(among, kept); }
     // Whether `forward` finds T on its way. If not, find_factors has to come before.
     bool finds_factors() const { return Workspace<T>::ahead(p) > 0; }
 
@@ -108,7 +109,7 @@ template <class T> class Member {
     void sum_columns(Strided<const T>, T *sums) const {
         for_panels([&](Index q, Index column, Index width) {
             for (Index c = 0; c < width; ++c)
-                sums[column + c] = sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; });
+                put_sum(sums[column + c], sum_of(p.m, [=](Index i) { return now(q)[c * stride + i]; }));
         });
     }
     // The gradient of the factors in load_scaled: this product's second set of rows times that of the other's rows.
@@ -117,7 +118,8 @@ template <class T> class Member {
             const T *const panel = own.rows[1] + q * p.panel_size();
             for (Index c = 0; c < std::min(width, factors.count - column); ++c) {
                 const T *const mine = panel + c * stride, *const others = of.now(q) + c * stride;
-                gradient[column + c] = sum_of(p.m, [=](Index i) { return mine[i] * others[i]; }) * factors.sign(column + c);
+                const T sum = sum_of(p.m, [=](Index i) { return mine[i] * others[i]; });
+                put_sum(gradient[column + c], sum * factors.sign(column + c));
             }
         });
     }
@@ -131,9 +133,10 @@ template <class T> class Member {
             if (step + 1 < p.blocks()) kept.prefetch_factor(p.block_at(step + 1, p.transpose));
             if (kept.Z && team.rank == 0) {
                 FASTH_PHASE(keep);
-                transpose<T>(kp, lanes, {own.Zt, stride}, {kept.Z_of(at.number), kp});
+                const Index first = p.first_row(at.number);
+                transpose<T>(kp, lanes - first, {own.Zt + first, stride}, {kept.Z_of(at.number) + first * kp, kp});
             }
-            const bool keeps = kept.Z && step + 1 < p.blocks();
+            const bool keeps = kept.states && step + 1 < p.blocks();
             return [=, &at](Index q, Index from, Index to) {
                 T *const after = keeps ? states.of(at.number, q) : own.rows[0] + q * p.panel_size();
                 if (keeps && reflectors.far && q + 1 < columns.panels) prefetch<true>(after + p.panel_size(), 1, 0, p.panel_size());
@@ -148,17 +151,22 @@ template <class T> class Member {
     // likewise, needs the output in the second set of rows.
     void backward(Strided<T> dx, Strided<T> dV) {
         const bool way = !p.transpose;
-        const int sets = dV.data && !kept.Z ? 2 : 1; // without states the output runs back beside its gradient
+        // Without states the output runs back beside its gradient; without Z too, that is found again on the way.
+        const bool runs_back = dV.data && !kept.states;
+        const int sets = runs_back && !kept.Z ? 2 : 1;
         // The others wait for the sums of the next block, not for ∂Y. So a team first does what they wait for.
-        const bool later = dV.data && kept.Z && team.size > 1;
+        const bool later = dV.data && !runs_back && team.size > 1;
         const States<T> states(p, kept.states, kept.members, team.rank, own.offsets);
         const Gradient<T> gradient(p, reflectors, own, dV);
         const auto begin = [&](const Block<T> &at) {
             const Index first = p.first_row(at.number), start = first * kp;
             transpose<T>(kp, lanes - first, {own.Zt + first, stride}, {own.R + start, kp});
-            if (!kept.Z) { // the way back gives −Z
-                transpose<T>(kp, lanes - first, {own.Zt + kp * stride + first, stride}, {own.Z + start, kp});
+            T *const Zt = own.Zt + kp * stride + first; // for the output
+            if (sets == 2) { // the way back gives −Z
+                transpose<T>(kp, lanes - first, {Zt, stride}, {own.Z + start, kp});
                 for (Index i = start; i < lanes * kp; ++i) own.Z[i] = -own.Z[i];
+            } else if (runs_back) {
+                transpose<T>(lanes - first, kp, {kept.Z_of(at.number) + start, kp}, {Zt, stride});
             }
             gradient.begin(at, Z_of(at), own.R, team);
         };
@@ -183,7 +191,10 @@ template <class T> class Member {
                 own.before[q] = now(q);
                 own.now[q] = after;
                 T *const output = own.rows[1] + q * p.panel_size();
-                if (sets == 2) update(at, q, from, to, own.Zt + kp * stride, output, output);
+                if (sets == 2)
+                    update(at, q, from, to, own.Zt + kp * stride, output, output);
+                else if (runs_back)
+                    update<Result::add>(at, q, from, to, own.Zt + kp * stride, output, output);
             };
         };
         const auto finish = [&](const Block<T> &at) {
@@ -208,11 +219,12 @@ template <class T> class Member {
     const T *Z_of(const Block<T> &at) const { return kept.Z ? kept.Z_of(at.number) : own.Z; }
     // The rows after a block: a state, or the output, in the second set of rows, which runs back where there are no states.
     const T *after_block(const Block<T> &at, Index q, const States<T> &states) const {
-        if (!kept.Z || at.number == p.block_at(0, !p.transpose)) return own.rows[1] + q * p.panel_size();
+        if (!kept.states || at.number == p.block_at(0, !p.transpose)) return own.rows[1] + q * p.panel_size();
         const T *const after = states.of(at.number, q);
         if (reflectors.far && q + 1 < columns.panels) prefetch<false>(after + p.panel_size(), 1, 0, p.panel_size());
         return after;
     }
+    void put_sum(T &place, T sum) const { place = p.continues ? place + sum : sum; }
     template <class Entry> static T sum_of(Index count, const Entry &entry) { // several sums at once, then these
         constexpr Index width = packet_size<T>;
         T sums[width] = {}, sum = 0;
@@ -334,14 +346,15 @@ template <class T> class Member {
         }
     }
 
-    // after = rows − Yᵀ Zᵀ in one panel, on the columns that the block reaches.
+    // after = rows − Yᵀ Zᵀ in one panel, or + if that is the result, on the columns that the block reaches.
+    template <Result result = Result::subtract>
     void update(const Block<T> &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after) const {
         FASTH_PHASE(update);
         const Strided<const T> y = at.Y[q];
         const Index first = p.first_row(at.number), start = from * stride + first;
-        product<Result::subtract, T>(to - from, lanes - first,
-                                     {at.size, y.data, y.column_stride, y.row_stride, {Zt + first, stride}},
-                                     {rows + start, stride}, {after + start, stride});
+        product<result, T>(to - from, lanes - first,
+                           {at.size, y.data, y.column_stride, y.row_stride, {Zt + first, stride}}, {rows + start, stride},
+                           {after + start, stride});
         if (from && after != rows) std::memcpy(after, rows, sizeof(T) * std::size_t(from * stride));
     }
 

@@ -24,7 +24,7 @@ template <class T> struct RowSpace {
 
     RowSpace(const Problem &p, int, bool back, Arena &arena) {
         const Index size = round_up(p.d, p.packet) * p.lanes();
-        factors = arena.take<T>(Kept<T>::size(p, 1, false));
+        factors = arena.take<T>(Kept<T>::size(p, 1));
         rows = arena.take<T>(size);
         for (T **place : {&output, &result}) *place = arena.take<T>(back ? size : 0);
         gradients = arena.take<T>(back ? RowStates<T>::size(p) : 0);
@@ -58,7 +58,7 @@ template <class T> class Rowwise {
     // Without memory for what is kept, T has a place in that of the team.
     Rowwise(const Problem &p, Team &team, Strided<const T> V, const RowSpace<T> &shared,
             const typename RowSpace<T>::Own &own, const Kept<T> &kept)
-        : p(p), team(team), V(V), shared(shared), own(own), kept(kept.scales ? kept : Kept<T>(p, shared.factors, 1, false)),
+        : p(p), team(team), V(V), shared(shared), own(own), kept(kept.scales ? kept : Kept<T>(p, shared.factors, 1)),
           reflectors(p, V, Columns(p, 1, 0)), kp(p.padded_k()), first(row_of(team.rank)),
           rows(row_of(team.rank + 1) - first) {
         std::fill(own.factor, own.factor + kp * kp, T(0));

@@ -91,7 +91,7 @@ class Arena {
     }
 
   private:
-    static constexpr Index most_kept = Index(16) << 20;
+    static constexpr Index most_kept = Index(32) << 20;
     struct Last {
         char *memory = nullptr;
         Index size = 0;

@@ -25,8 +25,8 @@ can_fork = pytest.mark.skipif(sys.platform != "linux", reason="fork is the way t
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 
-# Members of a team share out rows if there are few, else columns.
-few_and_many = pytest.mark.parametrize("rows", [5, 100])
+# Members of a team share out rows if there are few, columns if there are more, and teams parts of still more rows.
+few_and_many = pytest.mark.parametrize("rows", [5, 100, 270])
 
 
 def shared(rows: int) -> list[Problem]:
@@ -46,7 +46,7 @@ def shared(rows: int) -> list[Problem]:
     ]
 
 
-SHARED = shared(5) + shared(100)
+SHARED = shared(5) + shared(100) + shared(270)
 by_name = pytest.mark.parametrize("problem", SHARED, ids=lambda problem: f"{problem.name}-{problem.x_shape[-2]}")
 
 
@@ -67,6 +67,24 @@ def test_any_number_of_threads_gives_the_same(problem, direction, precise, set_t
         assert_all_close(result(threads), expected, V.triu() if direction["triangular"] else V)
 
 
+@each_direction
+@pytest.mark.parametrize(("rows", "d"), [(128, 100), (300, 250), (200, 700), (540, 700), (259, 1100), (512, 90)])
+def test_rows_do_not_depend_on_each_other(rows, d, direction, precise, set_threads):
+    x, V = Problem("", (rows, d), (d, d)).draw(precise, "cpu")
+    kind = native.TRIANGULAR if direction["triangular"] else native.FULL
+
+    def multiplied(x, V):
+        return native.householder(x, V, transpose=direction["transpose"], kind=kind, block_size=32)
+
+    set_threads(1)
+    expected = with_gradients(lambda x, V: torch.cat([multiplied(rows, V) for rows in x.split(50)]), x, V)
+    for threads in (1, 2, 3, 6):
+        set_threads(threads)
+        assert_all_close(with_gradients(multiplied, x, V), expected, V.triu() if direction["triangular"] else V)
+        with torch.no_grad():
+            assert_all_close((multiplied(x, V), expected[1]), expected[:2], V)
+
+
 # The rows of the identity, most of which a block of triangular reflectors leaves alone.
 
 
@@ -74,6 +92,7 @@ def test_any_number_of_threads_gives_the_same(problem, direction, precise, set_t
     "problem",
     [
         Problem("square", (200, 200), (200, 200)),
+        Problem("many parts", (530, 530), (530, 530)),
         Problem("ragged", (70, 140), (70, 140), 16),
         Problem("blocks and rows not of whole packets", (123, 123), (123, 123), 20),
         Problem("r > d", (90, 90), (130, 90)),
@@ -516,7 +535,7 @@ import resource, torch
 from fasth import householder
 
 torch.set_num_threads(2)
-x, V = torch.ones(1).expand(1, 2**19, 1024), torch.ones(1, 1, 1024)
+x, V = torch.ones(1).expand(2, 2**18, 1024), torch.ones(2, 1, 1024)
 few = x[:, :5]
 expected = householder(few, V)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -43,7 +43,8 @@ SHAPES = [
     Shape((40,), 100, 65),
     Shape((40,), 12, 7),
     Shape((40,), 9, 11, 4),
-    Shape((200,), 40, 70),  # W is formed
+    Shape((200,), 90, 70),
+    Shape((300,), 40, 70),  # W is formed
 ]
 FORMS = ["compact", "shared", "full", "triangular"]
 
@@ -204,6 +205,30 @@ def test_threads(path: str, threads: int) -> None:
     wanted = expected(tensors, "shared")
     assert_all_close(got, wanted, 340)
     assert_all_close(again, wanted, 340)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "one tensor"])
+@pytest.mark.parametrize("shape", [Shape((130,), 100, 140), Shape((270,), 260, 260), Shape((520,), 600, 500)], ids=str)
+def test_rows_do_not_depend_on_each_other(
+    shape: Shape, form: str, precise: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    """Teams share out many rows, and add up the gradients of everything else."""
+    one = form == "one tensor"
+    form = "compact" if one else form
+    shape = Shape(shape.rows, shape.n, shape.n) if one else shape
+    tensors = draw(shape, form, precise, "cpu")
+    if one:
+        tensors["V"] = tensors["U"]
+
+    def result(rows: int) -> tuple[Tensor, ...]:
+        out = torch.cat([actual({**tensors, "x": x}, form) for x in tensors["x"].split(rows)])
+        return with_gradients(out, {name: t for name, t in tensors.items() if not (one and name == "V")})
+
+    set_threads(1)
+    wanted = tuple(t.double() for t in result(50))
+    for threads in (1, 2, 3, 6):
+        set_threads(threads)
+        assert_all_close(result(shape.rows[0]), wanted, shape.n + shape.m)
 
 
 def test_states_are_not_kept_where_they_would_take_much_memory(path: str) -> None:

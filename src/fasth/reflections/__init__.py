@@ -17,6 +17,7 @@ from fasth.reflections.tuning import (
     block_sizes_or_form,
     default_block_size,
     materialising_pays,
+    sides_of,
 )
 
 __all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
@@ -144,7 +145,8 @@ def svd_linear(
     if _autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
-    if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full", U):
+    sides = sides_of(len(U), 1 if V is None else len(V))
+    if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full", U, sides):
         return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
     if ops.usable(*tensors):
         return ops.svd_linear(x, U, sigma, V, bias, signs, FORMS.index(form))

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from fasth.reflections import native, native_svd
 from fasth.reflections.blocked import is_exporting
 from fasth.reflections.native import COMPACT, DTYPES, FULL, TRIANGULAR, core
-from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule
+from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, sides_of
 
 _KINDS = (FULL, TRIANGULAR, COMPACT)
 _NEVER = 1 << 62
@@ -113,12 +113,12 @@ def svd_sizes(
     shared: bool,
     threads: int,
 ) -> list[int]:
-    """Likewise, at most twice as much as x and the reflectors; with the rows after both products."""
+    """Likewise, at most twice as much as x and the reflectors, besides T; with the rows after both products."""
     least_U, fixed_U, per_row_U, packet = _kept_sizes(dtype, r_U, n, max(n, m), kind, U_block, threads)
     least_V, fixed_V, per_row_V, _ = _kept_sizes(dtype, r_V, m, max(n, m), kind, V_block, threads)
     numbers = n * m if shared else r_U * n + r_V * m
-    most = max(2 * numbers, least_U + least_V + 32, ALWAYS_KEPT)  # 32: the rows are rounded up to 16, twice
-    crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL))
+    most = max(2 * numbers + least_U + least_V + 32, ALWAYS_KEPT)  # 32: the rows are rounded up to 16, twice
+    crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL, sides_of(r_U, r_V)))
     per_row = n + m + per_row_U + per_row_V
     return [33 + fixed_U + fixed_V, per_row, 1 + most, max(2 * m, n + m), packet, crossover]
 

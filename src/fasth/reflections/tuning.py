@@ -44,14 +44,16 @@ def even_block_size(r: int, widest: int) -> int:
     return max(1, -(-r // blocks))
 
 
-def materialising_pays(rows: int, r: int, d: int, triangular: bool, like: Tensor | None = None) -> bool:
-    """Whether forming Q and multiplying by it costs less than applying the reflections to so many rows."""
+def materialising_pays(rows: int, r: int, d: int, triangular: bool, like: Tensor | None = None, sides: int = 1) -> bool:
+    """Whether forming Q, or U Σ Vᵀ with two sides, and multiplying by it costs less than applying the reflections."""
     if torch.compiler.is_compiling() or rows <= d:
         return False  # a compiled graph should not depend on the number of rows
     found = _tuned(d, like) if r == d else None
+    by_rule = crossover_by_rule(r, d, triangular, sides)
     if found is None:
-        return rows > crossover_by_rule(r, d, triangular)
-    return rows >= (found.crossover if triangular else found.crossover_full)
+        return rows > by_rule
+    crossover = found.crossover if triangular else found.crossover_full
+    return rows >= (crossover if sides == 1 else crossover * by_rule / crossover_by_rule(r, d, triangular))
 
 
 # The same for eager work on the CPU, and remembered, since a small step takes little longer than asking. `threads` and
@@ -73,22 +75,29 @@ def block_sizes_or_form(
 ) -> tuple[int, int] | None:
     """Those of U and V to apply W = U Σ Vᵀ: (n, m) with, or None where forming W costs less."""
     like = torch.empty(0, dtype=dtype, device="cpu")
-    if materialising_pays(rows, min(n, m), max(n, m), triangular, like):
+    if materialising_pays(rows, min(n, m), max(n, m), triangular, like, sides_of(r_U, r_V)):
         return None
     return default_block_size(min(r_U, n), like, rows), default_block_size(min(r_V, m), like, rows)
 
 
-def crossover_by_rule(r: int, d: int, triangular: bool) -> float:
-    """The number of rows above which forming Q pays.
+def sides_of(r_U: int, r_V: int) -> int:
+    """How many sides of U Σ Vᵀ have reflections."""
+    return 2 if r_U and r_V else 1
 
-    In units of d² operations per row, a training step by a formed Q takes 6. Applying r reflections takes 12 r/d, half
-    of that if triangular, in products that were measured to run at 40 % of the speed. Forming Q is applying them to d
-    rows, at a little more, since the states of so many rows are not kept; and less if they are triangular, which leave
-    rows of the identity alone. With r = d it was measured to pay from about 1.4 d rows on, of U Σ Vᵀ as well.
+
+def crossover_by_rule(r: int, d: int, triangular: bool, sides: int = 1) -> float:
+    """The number of rows above which forming Q, or U Σ Vᵀ with two sides, pays.
+
+    In units of d² operations per row, a training step by a formed matrix takes 6. Applying r reflections takes 12 r/d,
+    half of that if triangular, in products that were measured to run at 57 % of the speed. Forming Q is applying them
+    to d rows, at a little more, since it is an operation besides; and less if they are triangular, which leave rows of
+    the identity alone. For two sides, more than d rows leave no room to keep Z, which makes a step longer by a seventh.
+    With r = d it was measured to pay from 1.5 to 2 d rows on, of U Σ Vᵀ from 1.3 d, and later where d is small.
     """
-    apply = (6 if triangular else 12) * r / d / 0.4
-    form = 1.12 * apply * (0.75 if triangular else 1)
-    return form * d / (apply - 6) if apply > 6 else float("inf")
+    apply = sides * (6 if triangular else 12) * r / d / 0.57
+    form = 1.12 * apply * (0.67 if triangular and sides == 1 else 1)
+    apply *= 8 / 7 if sides == 2 else 1
+    return form * d / (apply - 6) + 8192 / d if apply > 6 else float("inf")
 
 
 def _tuned(d: int, like: Tensor | None) -> tuned.Entry | None:
