@@ -148,7 +148,7 @@ nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handle V_, n
             expect(!needs_V || (out.here() && out.numel() == g.numel()), "the output has another shape");
             const Found<T> found(memory, work);
             const Tensor dx = needs_x ? g.new_rows() : Tensor();
-            const Tensor dV = needs_V ? V.new_like() : Tensor();
+            const Tensor dV = needs_V ? V.new_gradient() : Tensor();
             const auto rows = batch_of<const T>(g, V.dims()), reflectors = batch_of<const T>(V, V.dims());
             const auto gradient = batch_of<T>(dV, V.dims());
             {
@@ -297,9 +297,9 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
             const Found<T> found(memory, work);
             expect(found.kept != nothing_kept, "nothing was kept");
             const Rows dx(needed(0) ? x.tensor.new_rows() : Tensor(), columns);
-            const Tensor dU = needed(1) ? factors.U.new_like() : Tensor();
+            const Tensor dU = needed(1) ? factors.U.new_gradient() : Tensor();
             const Tensor dsigma = needed(2) ? factors.sigma.new_rows() : Tensor();
-            const Tensor dV = factors.V.here() && !one && needed(3) ? factors.V.new_like() : Tensor();
+            const Tensor dV = factors.V.here() && !one && needed(3) ? factors.V.new_gradient() : Tensor();
             const Tensor dbias = bias.here() && needed(4) ? bias.new_rows() : Tensor();
             const auto rows = g.all<const T>();
             const typename Weight<T>::Gradients to{dx.all<T>(), factors.V_side<T>(factors.V.here() && !one ? dV : dU),

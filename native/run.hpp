@@ -72,6 +72,9 @@ template <class T> auto most_kept(int kept) {
     return has_states(kept) ? Most::states : kept == Z_kept ? Most::Z : Most::factors;
 }
 
+// To fetch many states from memory takes longer than to run the output back by Z.
+template <class T> bool states_pay(Index count) { return count * Index(sizeof(T)) <= Index(8) << 20; }
+
 // The problem is the one that this is kept of: in rows if these are kept.
 template <class T> Index kept_size(const Problem &p, int kept) {
     return kept == nothing_kept ? 0 : Kept<T>::size(p, std::max(kept, 1), most_kept<T>(kept));
@@ -190,14 +193,11 @@ template <class T> struct Reflection {
           plan(plan_for(batch, p.panels(), threads)), parts(p, p.r * p.d * Index(sizeof(T)), p.panels(), threads),
           layouts(p, rows_pay<T>(p, by_rows, plan.members)) {}
 
-    // The most that may be kept in so much room, and is worth it: to fetch a large matrix' states from memory takes longer
-    // than to run the output back.
+    // The most that may be kept in so much room, and is worth it.
     int best_kept(Index room) const {
         const bool states = !layouts.columns.of_identity && !in_parts(layouts.columns, Z_kept, true);
-        for (const int kept : {layouts.best_kept(plan.members), plan.members, Z_kept, factors_kept}) {
-            if (has_states(kept) && !(states && layouts.size(kept) * Index(sizeof(T)) <= Index(48) << 20)) continue;
-            if (size(kept) <= room) return kept;
-        }
+        for (const int kept : {layouts.best_kept(plan.members), plan.members, Z_kept, factors_kept})
+            if (size(kept) <= room && (!has_states(kept) || (states && states_pay<T>(layouts.size(kept))))) return kept;
         return nothing_kept;
     }
     Index size(int kept) const { return batch * layouts.size(kept); }
@@ -319,7 +319,7 @@ template <class T> struct Weight {
     int best_kept(Index room) const {
         const bool states = !in_parts(V.columns, Z_kept, true);
         for (const int kept : {V.best_kept(plan.members), plan.members, Z_kept})
-            if (size(kept) <= room && (states || !has_states(kept))) return kept;
+            if (size(kept) <= room && (!has_states(kept) || (states && states_pay<T>(size(kept))))) return kept;
         return factors_kept;
     }
 

@@ -110,33 +110,13 @@ class Tensor {
     // New ones of the same shape: one number after the other, or with the same strides.
     Tensor new_rows() const { return Tensor(contiguous() ? like() : call(torch.in_rows, object)); }
     Tensor new_like() const { return Tensor(like()); }
-    Tensor new_empty(std::initializer_list<Index> shape) const { return new_empty(shape.begin(), int(shape.size())); }
-    // A vector in memory of the pool, to which it returns when nobody holds the tensor any more.
-    Tensor new_pooled(Index count) const {
-        if (!torch.to_object) return new_empty({count});
-        struct Pooled : Managed {
-            Pool::Piece piece;
-            std::int64_t size, stride;
-        };
-        auto made = std::make_unique<Pooled>();
-        made->size = count, made->stride = 1;
-        made->major = 1;
-        made->deleter = [](Managed *self) {
-            auto *const pooled = static_cast<Pooled *>(self);
-            pool.give(pooled->piece);
-            delete pooled;
-        };
-        made->piece = pool.take(std::size_t(count) * view.dtype.bits / 8);
-        made->view.data = made->piece.memory;
-        made->view.device = view.device;
-        made->view.ndim = 1;
-        made->view.dtype = view.dtype;
-        made->view.shape = &made->size;
-        made->view.strides = &made->stride;
-        void *object = nullptr;
-        if (torch.to_object(made.release(), &object) != 0) throw nb::python_error();
-        return Tensor(nb::steal(static_cast<PyObject *>(object)));
+    // The same for what comes and goes with every step: where it is large, in memory of the pool.
+    Tensor new_gradient() const {
+        const bool is_large = numel() * view.dtype.bits / 8 >= Index(1) << 20;
+        return is_large && contiguous() && dims() <= most_pooled_dims ? new_pooled(view.shape, dims()) : new_like();
     }
+    Tensor new_empty(std::initializer_list<Index> shape) const { return new_empty(shape.begin(), int(shape.size())); }
+    Tensor new_pooled(std::int64_t count) const { return new_pooled(&count, 1); }
     // The shape of this one, but for the last dimension.
     Tensor new_with_last(Index last) const {
         std::vector<Index> shape(view.shape, view.shape + dims());
@@ -146,10 +126,41 @@ class Tensor {
 
   private:
     static constexpr std::uint8_t floating = 2; // kDLFloat
+    static constexpr int most_pooled_dims = 3;
     nb::dlpack::dltensor view{};
     std::vector<std::int64_t> numbers; // sizes and strides, where nothing lends them
 
     nb::object like() const { return call(torch.empty_like, object); }
+    // In memory of the pool, to which it returns when nobody holds the tensor any more.
+    Tensor new_pooled(const std::int64_t *shape, int dims) const {
+        if (!torch.to_object) return new_empty(std::vector<Index>(shape, shape + dims).data(), dims);
+        struct Pooled : Managed {
+            Pool::Piece piece;
+            std::int64_t shape[most_pooled_dims], strides[most_pooled_dims];
+        };
+        auto made = std::make_unique<Pooled>();
+        std::int64_t count = 1;
+        for (int i = dims - 1; i >= 0; --i) {
+            made->shape[i] = shape[i], made->strides[i] = count;
+            count *= shape[i];
+        }
+        made->major = 1;
+        made->deleter = [](Managed *self) {
+            auto *const pooled = static_cast<Pooled *>(self);
+            pool.give(pooled->piece);
+            delete pooled;
+        };
+        made->piece = pool.take(std::size_t(count) * view.dtype.bits / 8);
+        made->view.data = made->piece.memory;
+        made->view.device = view.device;
+        made->view.ndim = dims;
+        made->view.dtype = view.dtype;
+        made->view.shape = made->shape;
+        made->view.strides = made->strides;
+        void *object = nullptr;
+        if (torch.to_object(made.release(), &object) != 0) throw nb::python_error();
+        return Tensor(nb::steal(static_cast<PyObject *>(object)));
+    }
     Tensor new_empty(const Index *shape, int dims) const {
         static const Name method("new_empty");
         nb::object sizes = nb::steal(owned(PyTuple_New(dims)));

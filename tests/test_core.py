@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -525,6 +526,24 @@ def test_what_is_kept_belongs_to_its_graph():
         householder(x, V)
         torch.testing.assert_close(actual, wanted)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+
+
+def test_a_large_gradient_is_a_tensor_like_any_other():
+    """Its memory is the core's own, and is used again only when nobody holds it any more."""
+    x, V = torch.randn(3, 600), torch.nn.Parameter(torch.randn(600, 600))
+    householder(x, V).sum().backward()
+    held, expected = V.grad, V.grad.clone()
+    assert held.is_contiguous() and held.shape == V.shape
+    for _ in range(3):
+        V.grad = None
+        householder(torch.randn(3, 600), V).sum().backward()
+    assert torch.equal(held, expected)
+    assert torch.equal(copy.deepcopy(held), expected)
+    assert torch.equal(held.clone().share_memory_(), expected)
+    V.grad = held
+    householder(x, V).sum().backward()  # added to it
+    torch.testing.assert_close(V.grad, 2 * expected)
+    torch.optim.SGD([V], lr=0.1).step()
 
 
 @linux_only
