@@ -33,25 +33,25 @@ inline Plan plan_for(Index batch, Index panels, int threads) {
 // there are only few teams.
 struct Parts {
     static constexpr int most_teams = 4;
-    static constexpr Index most_rows = 128, least_rows = 64; // in a part; for a team
-    static constexpr Index most_sums = Index(64) << 20;      // bytes
-    Index m, unit, V_size, count = 0; // rows; those that fill a tile; bytes of V; parts
+    static constexpr Index most_rows = 128;             // in a part
+    static constexpr Index most_sums = Index(64) << 20; // bytes
+    Index m, packet, count = 0; // rows; those that fill a register; parts, or 0 where rows stay together
     Plan plan{1, 1};
 
-    // `V_size` is that of all reflectors, in bytes.
-    Parts(const Problem &p, Index V_size, Index panels, int threads) : m(p.m), unit(2 * p.packet), V_size(V_size) {
+    // `V_size` is that of all reflectors, in bytes. Every team reads all of V for every part, and, on the way back, a sum as
+    // large. That pays where V is at hand, or rows are many.
+    Parts(const Problem &p, Index V_size, Index panels, int threads, bool back) : m(p.m), packet(p.packet) {
+        const Index near = Index(back ? 1 : 4) << 20;
+        const Index least_rows = V_size > near ? 256 : back && V_size > near / 4 ? 64 : 32; // for a team
         const Index most = std::min<Index>({most_teams, threads, m / least_rows, 1 + most_sums / std::max<Index>(V_size, 1)});
         for (int teams = 1; teams <= most; ++teams) {
             const int members = int(std::min<Index>(threads / teams, panels));
             if (teams * members >= plan.teams * plan.members) plan = {teams, members};
         }
-        count = round_up((m + most_rows - 1) / most_rows, plan.teams);
+        count = most > 0 ? round_up((m + most_rows - 1) / most_rows, plan.teams) : 0;
     }
-    // Every team reads all of V for every part, and, on the way back, a sum as large: so that V is at hand, or rows are many.
-    bool pay(bool back) const {
-        return count > 1 && (V_size <= Index(back ? 1 : 4) << 20 || m >= 4 * least_rows * plan.teams);
-    }
-    Index start(Index part) const { return std::min(m, units() * part / count * unit); }
+    bool pay() const { return count > 1; }
+    Index start(Index part) const { return std::min(m, packets() * part / count * packet); }
     // One part of a problem, for a team whose gradients have their place, or, but for the first team, memory of their own.
     Problem of(Problem p, Index part, int team, bool is_first) const {
         p.is_part = true;
@@ -65,12 +65,12 @@ struct Parts {
     // As many rows as the largest part has.
     Problem largest(Problem p) const {
         p.is_part = true;
-        p.m = std::min(m, (units() + count - 1) / count * unit);
+        p.m = std::min(m, (packets() + count - 1) / count * packet);
         return p;
     }
 
   private:
-    Index units() const { return (m + unit - 1) / unit; }
+    Index packets() const { return (m + packet - 1) / packet; }
 };
 
 // One thread's place: among all; in its team; and which team that is, of how many.

@@ -185,17 +185,17 @@ template <class T> struct Reflection {
     Index batch;
     int threads;
     Plan plan;
-    Parts parts;
+    Parts there, back; // of the rows, on either way
     Layouts<T> layouts;
 
     Reflection(const Problem &p, Index batch, int most_threads, bool by_rows)
         : batch(batch), threads(threads_for(batch * p.lanes() * p.reflectors() * p.d, most_threads)),
-          plan(plan_for(batch, p.panels(), threads)), parts(p, p.r * p.d * Index(sizeof(T)), p.panels(), threads),
+          plan(plan_for(batch, p.panels(), threads)), there(parts_of(p, false)), back(parts_of(p, true)),
           layouts(p, rows_pay<T>(p, by_rows, plan.members)) {}
 
     // The most that may be kept in so much room, and is worth it.
     int best_kept(Index room) const {
-        const bool states = !layouts.columns.of_identity && !in_parts(layouts.columns, Z_kept, true);
+        const bool states = !layouts.columns.of_identity && !in_parts(back, layouts.columns, Z_kept);
         for (const int kept : {layouts.best_kept(plan.members), plan.members, Z_kept, factors_kept})
             if (size(kept) <= room && (!has_states(kept) || (states && states_pay<T>(layouts.size(kept))))) return kept;
         return nothing_kept;
@@ -206,8 +206,8 @@ template <class T> struct Reflection {
     int forward(Batch<const T> x, Batch<const T> V, T *out, T *memory, int planned) const {
         const Problem &p = layouts.forward(planned);
         const Batch<T> outs = in_rows(out, p.m, p.d);
-        if (in_parts(p, planned, false)) {
-            for_parts(V[0], memory, planned, true, {}, [&](auto &member, Index first, Strided<T>) {
+        if (in_parts(there, p, planned)) {
+            for_parts(there, V[0], memory, planned, true, {}, [&](auto &member, Index first, Strided<T>) {
                 member.load(from_row(x[0], first));
                 member.forward();
                 member.store(from_row(outs[0], first));
@@ -228,8 +228,8 @@ template <class T> struct Reflection {
         const Problem &p = layouts.of(kept);
         const Batch<T> dxs = in_rows(dx, p.m, p.d);
         const Batch<const T> outs = in_rows(out, p.m, p.d);
-        if (in_parts(p, kept, true)) {
-            return for_parts(V[0], memory, kept, kept == nothing_kept, dV[0], [&](auto &member, Index first, Strided<T> sum) {
+        if (in_parts(back, p, kept)) {
+            return for_parts(back, V[0], memory, kept, kept == nothing_kept, dV[0], [&](auto &member, Index first, Strided<T> sum) {
                 member.load(from_row(g[0], first));
                 if (sum.data) member.load(from_row(outs[0], first), 1);
                 member.backward(from_row(dxs[0], first), sum);
@@ -250,13 +250,17 @@ template <class T> struct Reflection {
     }
 
   private:
+    Parts parts_of(const Problem &p, bool back) const {
+        return {p, p.r * p.d * Index(sizeof(T)), p.panels(), threads, back};
+    }
     // Rows are shared out where they need not stay as they were for what is kept of them.
-    bool in_parts(const Problem &p, int kept, bool back) const {
-        return batch == 1 && !p.in_rows && !has_states(kept) && parts.pay(back);
+    bool in_parts(const Parts &parts, const Problem &p, int kept) const {
+        return batch == 1 && !p.in_rows && !has_states(kept) && parts.pay();
     }
     // action(member, its first row, where its team has the sum of the gradient of V) for every part of the rows.
     template <class Action>
-    void for_parts(Strided<const T> V, T *memory, int kept, bool finds, Strided<T> dV, const Action &action) const {
+    void for_parts(const Parts &parts, Strided<const T> V, T *memory, int kept, bool finds, Strided<T> dV,
+                   const Action &action) const {
         const Problem &whole = layouts.columns, p = parts.largest(whole);
         const auto lay_out = [&](int team, int members, Arena &arena) {
             return PartBench<T>(p, team, members, dV.data != nullptr, dV, arena);
@@ -301,14 +305,15 @@ template <class T> struct Weight {
     Diagonal<T> diagonal;
     int threads;
     Plan plan;
-    Parts parts;
+    Parts there, back; // of the rows, on either way
     Layouts<T> V, U;
 
     Weight(const Problem &V, const Problem &U, Strided<const T> V_reflectors, Strided<const T> U_reflectors,
            const Diagonal<T> &diagonal, int most_threads)
         : V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
           threads(threads_for(V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d), most_threads)),
-          plan(plan_for(1, panels(V, U), threads)), parts(V, size_of(V, U), panels(V, U), threads), V(V, both_pay(V, U)), U(U, both_pay(V, U)) {}
+          plan(plan_for(1, panels(V, U), threads)), there(parts_of(V, U, false)), back(parts_of(V, U, true)),
+          V(V, both_pay(V, U)), U(U, both_pay(V, U)) {}
 
     // Kept, in this order: the rows after the first product and those after the second; what each keeps besides.
     Index U_output() const { return round_up(V.columns.m * V.columns.d, 16); }
@@ -317,7 +322,7 @@ template <class T> struct Weight {
     Index size(int kept) const { return U_kept(kept) + U.size(kept); }
     Index factors_size() const { return V.size(factors_kept) + U.size(factors_kept); }
     int best_kept(Index room) const {
-        const bool states = !in_parts(V.columns, Z_kept, true);
+        const bool states = !in_parts(back, V.columns, Z_kept);
         for (const int kept : {V.best_kept(plan.members), plan.members, Z_kept})
             if (size(kept) <= room && (!has_states(kept) || (states && states_pay<T>(size(kept))))) return kept;
         return factors_kept;
@@ -326,8 +331,8 @@ template <class T> struct Weight {
     // Gives back what was kept, which may be nothing only where there is no memory for it.
     int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
         const Problem &v = V.forward(planned), &u = U.forward(planned);
-        if (in_parts(v, planned, false)) {
-            for_parts(memory, planned, true, nullptr, [&](auto &first, auto &second, Index row, const Gradients &) {
+        if (in_parts(there, v, planned)) {
+            for_parts(there, memory, planned, true, nullptr, [&](auto &first, auto &second, Index row, const Gradients &) {
                 forward_rows(first, second, row, x, bias, out, memory);
             });
             return planned;
@@ -352,8 +357,8 @@ template <class T> struct Weight {
     };
     void backward(Strided<const T> g, T *memory, int kept, const Gradients &to) const {
         const Problem &v = V.of(kept), &u = U.of(kept);
-        if (in_parts(v, kept, true))
-            return for_parts(memory, kept, false, &to, [&](auto &first, auto &second, Index row, const Gradients &sums) {
+        if (in_parts(back, v, kept))
+            return for_parts(back, memory, kept, false, &to, [&](auto &first, auto &second, Index row, const Gradients &sums) {
                 backward_rows(first, second, row, g, memory, sums);
             });
         for_teams(plan, lay_out(v, u, true), [&](const auto &benches, Place &at) {
@@ -426,8 +431,8 @@ template <class T> struct Weight {
     }
 
     // Rows are shared out where they need not stay as they were for what is kept of them.
-    bool in_parts(const Problem &p, int kept, bool back) const {
-        return !p.in_rows && !has_states(kept) && parts.pay(back);
+    static bool in_parts(const Parts &parts, const Problem &p, int kept) {
+        return !p.in_rows && !has_states(kept) && parts.pay();
     }
     struct PartBenches {
         PartBench<T> V, U;
@@ -435,7 +440,8 @@ template <class T> struct Weight {
     };
     // action(member of the first product, of the second, their first row, where the team has its sums) for every part of the
     // rows. Without gradients it is the way forward.
-    template <class Action> void for_parts(T *memory, int kept, bool finds, const Gradients *to, const Action &action) const {
+    template <class Action>
+    void for_parts(const Parts &parts, T *memory, int kept, bool finds, const Gradients *to, const Action &action) const {
         const Problem v = parts.largest(V.columns), u = parts.largest(U.columns);
         const auto lay_out = [&](int team, int members, Arena &arena) {
             const auto vector = [&](T *total, Index count) { return team && total ? arena.take<T>(count) : total; };
@@ -486,8 +492,9 @@ template <class T> struct Weight {
         }
     }
 
-    static Index size_of(const Problem &V, const Problem &U) { // of all reflectors, in bytes
-        return (V.r * V.d + (V.shares ? 0 : U.r * U.d)) * Index(sizeof(T));
+    Parts parts_of(const Problem &V, const Problem &U, bool back) const {
+        const Index reflectors = V.r * V.d + (V.shares ? 0 : U.r * U.d);
+        return {V, reflectors * Index(sizeof(T)), panels(V, U), threads, back};
     }
     // How many members both products have panels for; one without reflections is no reason to be fewer.
     static Index panels(const Problem &V, const Problem &U) {
