@@ -292,7 +292,8 @@ nb::object svd_linear_backward(nb::handle g_, nb::handle x_, nb::handle U, nb::h
             expect(x.tensor.dims() == g.tensor.dims() && x.width() == factors.m() && g.width() == factors.n() &&
                        x.count() == g.count(),
                    "x has another shape");
-            expect(!one || (factors.V.here() && factors.U.size(0) == factors.V.size(0) && factors.n() == factors.m()),
+            expect(!one || (factors.V.here() && factors.U.size(0) == factors.V.size(0) && factors.n() == factors.m() &&
+                            U_block == V_block),
                    "U and V are not one tensor any more");
             const Found<T> found(memory, work);
             expect(found.kept != nothing_kept, "nothing was kept");

@@ -57,7 +57,7 @@ int main(int argc, char **argv) {
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
     const Reflection<float> work(p, 1, threads, true);
     const int members = work.plan.members;
-    const int kept = work.layouts.best_kept(members);
+    const int kept = work.best_kept(m * d + d * d);
     auto memory = draw(work.size(kept));
     const auto pass = [&](bool back) {
         const Batch<const float> all_V{V, 0, d, 1};

@@ -12,6 +12,7 @@ namespace fasth {
 
 class Pool {
   public:
+    static constexpr std::size_t most_bytes = std::size_t(64) << 20;
     struct Piece {
         char *memory = nullptr;
         std::size_t size = 0;
@@ -61,7 +62,7 @@ class Pool {
   private:
     static void release(const Piece &piece) noexcept { ::operator delete(piece.memory, std::align_val_t(64)); }
 
-    static constexpr std::size_t most_bytes = std::size_t(64) << 20, most_pieces = 64;
+    static constexpr std::size_t most_pieces = 64;
     struct Lock {
         std::atomic_flag &busy;
         explicit Lock(std::atomic_flag &busy) : busy(busy) {

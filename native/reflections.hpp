@@ -180,7 +180,7 @@ template <class T> class Member {
             if (step + 1 < p.blocks()) { // another member may have kept them
                 const Index next = p.block_at(step + 1, way);
                 kept.prefetch_factor(next);
-                if (kept.Z) prefetch<false>(kept.Z_of(next), lanes, kp, kp);
+                if (kept.Z && dV.data) prefetch<false>(kept.Z_of(next), lanes, kp, kp);
             }
             if (dV.data && !later) begin(at);
             return [=, &at](Index q, Index from, Index to) {

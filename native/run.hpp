@@ -126,9 +126,9 @@ template <class T> struct PartBench {
     typename Bench<T>::template Of<Member<T>> space;
     Strided<T> sum; // of the gradient of V
 
-    // `p` has as many rows as the largest part. The gradient of V may be left out.
-    PartBench(const Problem &p, int team, int members, bool back, Strided<T> gradient, Arena &arena)
-        : space(p, members, back, arena), sum(place_for_sum(p, team, gradient, arena)) {}
+    // `p` has as many rows as the largest part.
+    PartBench(const Problem &p, int members, bool back, Strided<T> sum, Arena &arena)
+        : space(p, members, back, arena), sum(sum) {}
     // Scales and T, which all teams share, and what else is kept: in the given memory, or in that of the first team.
     static Kept<T> kept(const Problem &whole, T *memory, int kept, const PartBench &first) {
         if (!memory || kept == nothing_kept) return {whole, first.space.shared.factors, 1};
@@ -263,7 +263,7 @@ template <class T> struct Reflection {
                    const Action &action) const {
         const Problem &whole = layouts.columns, p = parts.largest(whole);
         const auto lay_out = [&](int team, int members, Arena &arena) {
-            return PartBench<T>(p, team, members, dV.data != nullptr, dV, arena);
+            return PartBench<T>(p, members, dV.data != nullptr, place_for_sum(p, team, dV, arena), arena);
         };
         for_teams(parts.plan, lay_out, [&](const auto &benches, Place &at) {
             const PartBench<T> &bench = benches[std::size_t(at.number)];
@@ -444,12 +444,14 @@ template <class T> struct Weight {
     void for_parts(const Parts &parts, T *memory, int kept, bool finds, const Gradients *to, const Action &action) const {
         const Problem v = parts.largest(V.columns), u = parts.largest(U.columns);
         const auto lay_out = [&](int team, int members, Arena &arena) {
-            const auto vector = [&](T *total, Index count) { return team && total ? arena.take<T>(count) : total; };
             const bool back = to != nullptr;
-            return PartBenches{{v, team, members, back, back ? to->V : Strided<T>{}, arena},
-                               {u, team, members, back, back ? to->U : Strided<T>{}, arena},
-                               vector(back ? to->sigma : nullptr, diagonal.count),
-                               vector(back ? to->bias : nullptr, u.d)};
+            if (!back) return PartBenches{{v, members, back, {}, arena}, {u, members, back, {}, arena}, nullptr, nullptr};
+            const auto vector = [&](T *total, Index count) { return team && total ? arena.take<T>(count) : total; };
+            const Strided<T> V_sum = place_for_sum(v, team, to->V, arena);
+            const Strided<T> U_sum = team && v.shares ? Strided<T>{V_sum.data, V_sum.column_stride, V_sum.row_stride}
+                                                      : place_for_sum(u, team, to->U, arena);
+            return PartBenches{{v, members, back, V_sum, arena}, {u, members, back, U_sum, arena},
+                               vector(to->sigma, diagonal.count), vector(to->bias, u.d)};
         };
         for_teams(parts.plan, lay_out, [&](const auto &benches, Place &at) {
             const PartBenches &own = benches[std::size_t(at.number)], &all = benches[0];
@@ -471,6 +473,7 @@ template <class T> struct Weight {
             if (!to) return;
             add_sums(benches, *to, at);
             if (to->U.data) scale_sum(U.columns, of_U.scales, to->U, at.all);
+            // Where U's and V's are one, so are their scales.
             if (to->V.data && !V.columns.adds) scale_sum(V.columns, of_V.scales, to->V, at.all);
             clear_diagonal(*to, at.all);
         });

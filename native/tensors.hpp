@@ -110,10 +110,12 @@ class Tensor {
     // New ones of the same shape: one number after the other, or with the same strides.
     Tensor new_rows() const { return Tensor(contiguous() ? like() : call(torch.in_rows, object)); }
     Tensor new_like() const { return Tensor(like()); }
-    // The same for what comes and goes with every step: where it is large, in memory of the pool.
+    // The same for what comes and goes with every step: where it is large, in memory of the pool, as long as that has room
+    // for other things besides.
     Tensor new_gradient() const {
-        const bool is_large = numel() * view.dtype.bits / 8 >= Index(1) << 20;
-        return is_large && contiguous() && dims() <= most_pooled_dims ? new_pooled(view.shape, dims()) : new_like();
+        const std::size_t size = std::size_t(numel()) * view.dtype.bits / 8;
+        const bool pays = size >= std::size_t(1) << 20 && size <= Pool::most_bytes / 4;
+        return pays && contiguous() && dims() <= most_pooled_dims ? new_pooled(view.shape, dims()) : new_like();
     }
     Tensor new_empty(std::initializer_list<Index> shape) const { return new_empty(shape.begin(), int(shape.size())); }
     Tensor new_pooled(std::int64_t count) const { return new_pooled(&count, 1); }

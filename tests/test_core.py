@@ -93,7 +93,7 @@ def test_rows_do_not_depend_on_each_other(rows, d, direction, precise, set_threa
     "problem",
     [
         Problem("square", (200, 200), (200, 200)),
-        Problem("many parts", (530, 530), (530, 530)),
+        Problem("many parts", (290, 290), (290, 290)),
         Problem("ragged", (70, 140), (70, 140), 16),
         Problem("blocks and rows not of whole packets", (123, 123), (123, 123), 20),
         Problem("r > d", (90, 90), (130, 90)),
