@@ -12,7 +12,7 @@ namespace fasth {
 
 class Pool {
   public:
-    static constexpr std::size_t most_bytes = std::size_t(64) << 20;
+    static constexpr std::size_t most_bytes = std::size_t(128) << 20;
     struct Piece {
         char *memory = nullptr;
         std::size_t size = 0;

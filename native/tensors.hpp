@@ -114,7 +114,7 @@ class Tensor {
     // for other things besides.
     Tensor new_gradient() const {
         const std::size_t size = std::size_t(numel()) * view.dtype.bits / 8;
-        const bool pays = size >= std::size_t(1) << 20 && size <= Pool::most_bytes / 4;
+        const bool pays = size >= std::size_t(1) << 20 && size <= Pool::most_bytes / 2;
         return pays && contiguous() && dims() <= most_pooled_dims ? new_pooled(view.shape, dims()) : new_like();
     }
     Tensor new_empty(std::initializer_list<Index> shape) const { return new_empty(shape.begin(), int(shape.size())); }

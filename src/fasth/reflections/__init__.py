@@ -216,7 +216,7 @@ def _has_room(x: Tensor, V: Tensor) -> bool:
 
 
 def _formed(V: Tensor, rows: int, kind: int, block_size: int | None, keep: bool = True) -> Tensor:
-    """The first rows of Qᵀ: (rows, d), from those of the identity. ``keep``: states, in PyTorch; the core never does."""
+    """The first rows of Qᵀ: (rows, d), from those of the identity. ``keep``: states, which the core never does."""
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     if native.usable(V):
         k = _block_size(V, rows, block_size)
