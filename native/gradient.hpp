@@ -29,7 +29,7 @@ template <class T> class Gradient {
     void of_panel(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         FASTH_PHASE(gradient);
         if (!streams()) reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
-        if (p.in_rows && !by_columns())
+        if (p.in_rows && !dV.by_columns())
             in_rows(at, q, from, to, Z, R, g, after);
         else
             transposed(at, q, from, Z, R, g, after, p.in_rows ? 1 : stride, p.in_rows ? to : 1);
@@ -42,8 +42,6 @@ template <class T> class Gradient {
     }
 
   private:
-    bool by_columns() const { return dV.row_stride == 1 && dV.column_stride != 1; }
-
     // For rows as they come: g and the rows after the block are read in packets, as Y is.
     void in_rows(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         const Strided<const T> y = at.Y[q];
@@ -74,7 +72,7 @@ template <class T> class Gradient {
         const auto into = [&](auto result, Matrix<T> place) {
             product<result(), T>(piece.width, kp, terms, {place.data, place.row_stride}, place);
         };
-        if (by_columns() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
+        if (dV.by_columns() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
         into(Constant<Result::negative>(), {own.dY, kp});
         for (Index c = 0; at.scaled && !p.is_part && c < piece.width; ++c) // sums of parts are scaled when all are there
             for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];

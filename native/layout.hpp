@@ -11,6 +11,7 @@ template <class T> struct Strided { // (rows, columns) anywhere in memory
     T *data;
     Index row_stride, column_stride;
     T &operator()(Index i, Index j) const { return data[i * row_stride + j * column_stride]; }
+    bool by_columns() const { return row_stride == 1 && column_stride != 1; }
 };
 
 // The singular values between two products, times the signs of both: (2, count), or none.

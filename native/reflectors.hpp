@@ -33,7 +33,7 @@ template <class T> struct Reflectors {
     const bool far;        // whether V is too large to be in the second-level cache when it is wanted
 
     Reflectors(const Problem &p, Strided<const T> V, const Columns &columns)
-        : p(p), V(V), columns(columns), kp(p.padded_k()), by_columns(V.row_stride == 1 && V.column_stride != 1 && !p.in_rows),
+        : p(p), V(V), columns(columns), kp(p.padded_k()), by_columns(V.by_columns() && !p.in_rows),
           far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
 
     // action(panel, from, to) on every panel that the block reaches, in whole packets if these are read.

@@ -17,7 +17,6 @@ template <class T> struct Batch { // (batch, rows, columns) anywhere in memory, 
     Strided<T> operator[](Index b) const { return {data ? data + b * batch_stride : nullptr, row_stride, column_stride}; }
 };
 template <class T> Batch<T> in_rows(T *data, Index rows, Index columns) { return {data, rows * columns, columns, 1}; }
-template <class T> bool lies_by_columns(Strided<T> t) { return t.row_stride == 1 && t.column_stride != 1; }
 template <class T> Strided<T> from_row(Strided<T> rows, Index first) {
     if (rows.data) rows.data += first * rows.row_stride;
     return rows;
@@ -93,11 +92,11 @@ template <class T> Kept<T> kept_part(const Problem &p, T *memory, int members, i
 template <class T> Strided<T> place_for_sum(const Problem &p, int team, Strided<T> total, Arena &arena) {
     if (team == 0 || !total.data) return total;
     T *const data = arena.take<T>(p.r * p.d);
-    return lies_by_columns(total) ? Strided<T>{data, 1, p.r} : Strided<T>{data, p.d, 1};
+    return total.by_columns() ? Strided<T>{data, 1, p.r} : Strided<T>{data, p.d, 1};
 }
 // Adds what another sum has of the reflectors' own entries. The members of a team share them out.
 template <class T> void add_sum(const Problem &p, Strided<T> sum, Strided<T> total, const Team &team) {
-    const bool by_columns = lies_by_columns(total);
+    const bool by_columns = total.by_columns();
     const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.kind == Kind::compact};
     for (Index l = team.rank; l < (by_columns ? all.width : all.rows); l += team.size) { // lines of numbers side by side
         const Index start = by_columns ? 0 : all.start(l), stop = by_columns ? all.stop(l) : all.width;
@@ -444,13 +443,12 @@ template <class T> struct Weight {
     void for_parts(const Parts &parts, T *memory, int kept, bool finds, const Gradients *to, const Action &action) const {
         const Problem v = parts.largest(V.columns), u = parts.largest(U.columns);
         const auto lay_out = [&](int team, int members, Arena &arena) {
-            const bool back = to != nullptr;
-            if (!back) return PartBenches{{v, members, back, {}, arena}, {u, members, back, {}, arena}, nullptr, nullptr};
+            if (!to) return PartBenches{{v, members, false, {}, arena}, {u, members, false, {}, arena}, nullptr, nullptr};
             const auto vector = [&](T *total, Index count) { return team && total ? arena.take<T>(count) : total; };
             const Strided<T> V_sum = place_for_sum(v, team, to->V, arena);
             const Strided<T> U_sum = team && v.shares ? Strided<T>{V_sum.data, V_sum.column_stride, V_sum.row_stride}
                                                       : place_for_sum(u, team, to->U, arena);
-            return PartBenches{{v, members, back, V_sum, arena}, {u, members, back, U_sum, arena},
+            return PartBenches{{v, members, true, V_sum, arena}, {u, members, true, U_sum, arena},
                                vector(to->sigma, diagonal.count), vector(to->bias, u.d)};
         };
         for_teams(parts.plan, lay_out, [&](const auto &benches, Place &at) {
