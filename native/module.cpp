@@ -324,14 +324,14 @@ bool plain(const nb::args &tensors) {
     return true;
 }
 
-// Whether a plain tensor has an entry of this value; None for any other tensor.
-nb::object contains(nb::handle tensor, double value) {
+// Whether a plain tensor has an entry from low to high; None for any other tensor.
+nb::object contains(nb::handle tensor, double low, double high) {
     if (!is_plain(tensor)) return nb::none();
     const Tensor t = Tensor(tensor).in_rows();
     const auto found = [&](auto zero) {
         using T = decltype(zero);
         const T *const data = t.data<const T>();
-        return nb::bool_(std::find(data, data + t.numel(), T(value)) != data + t.numel());
+        return nb::bool_(std::any_of(data, data + t.numel(), [&](T entry) { return low <= entry && entry <= high; }));
     };
     return t.of<double>() ? found(double()) : found(float());
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +136,16 @@ def has_entry(t: Tensor, value: float) -> bool:
     if not values_known(t):
         return False
     core = native.core()
-    found = None if core is None else core.contains(t, value)
+    found = None if core is None else core.contains(t, value, value)
     return bool((t == value).any()) if found is None else found
+
+
+def is_positive(t: Tensor) -> bool:
+    """Whether all entries of t are known to be: only the core is asked, where that costs next to nothing."""
+    if not values_known(t):
+        return False
+    core = native.core()
+    return core is not None and core.contains(t, -math.inf, 0.0) is False
 
 
 def broadcast_batches(**batches: tuple[int, ...]) -> tuple[int, ...]:

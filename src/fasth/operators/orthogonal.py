@@ -121,6 +121,8 @@ class Orthogonal(Matrix):
         return F.pad(self.signs, (0, max(k - self.signs.shape[-1], 0)), value=1.0)[..., :k]
 
     def _batch(self) -> tuple[int, ...]:
+        if self.V.ndim == 2 and (self.signs is None or self.signs.ndim == 1):
+            return ()
         return broadcast_batches(V=self.V.shape[:-2], signs=() if self.signs is None else self.signs.shape[:-1])
 
     def _sides(self) -> tuple[int, int]:

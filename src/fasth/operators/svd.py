@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, has_entry
+from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, has_entry, is_positive
 from fasth.operators.orthogonal import Orthogonal, check_form
 from fasth.reflections import svd_dense, svd_linear
 
@@ -146,7 +146,8 @@ class SVD(Matrix):
     def logabsdet(self) -> Tensor:
         """log|det W| = Σ log|sigma|: (*b).  −inf if W is singular. O(n) operations."""
         self._check_square("logabsdet")
-        total, batch = self._values().abs().log().sum(-1), self._batch()
+        values, batch = self._values(), self._batch()
+        total = (values if is_positive(values) else values.abs()).log().sum(-1)  # each step counts for small ones
         return total if total.shape == batch else total.expand(batch)
 
     def norm(self, ord: str | int = "fro") -> Tensor:
