@@ -71,6 +71,7 @@ def test_jacobians(case: Case) -> None:
     buffers, parameters = dict(layer.named_buffers()), parameters_of(layer)
     by_x = jacrev(lambda x: call(layer, {**parameters, **buffers}, x))(x)
     close(by_x, torch.autograd.functional.jacobian(lambda x: output(layer, x), x))
+    close(by_x, torch.autograd.functional.jacobian(lambda x: output(layer, x), x, vectorize=True))
     by_parameters = jacrev(lambda p: call(layer, {**p, **buffers}, x))(parameters)
     out = output(layer, x)
     for name, jacobian in by_parameters.items():

@@ -67,6 +67,23 @@ def test_jacobians(direction, transform, x, V):
 
 
 @each_direction
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_many_gradients_at_once(direction, size, again, x, V, path):
+    gradients = torch.randn(size, *x.shape, dtype=x.dtype, device=x.device, requires_grad=again)
+
+    def derived(f):
+        leaves = x.clone().requires_grad_(), V.clone().requires_grad_()
+        found = torch.autograd.grad(f(*leaves), leaves, gradients, is_grads_batched=True, create_graph=again)
+        if not again:
+            return found
+        return torch.autograd.grad(sum(t.pow(3).sum() for t in found), (*leaves, gradients))
+
+    ours, theirs = map(derived, ours_and_definition(direction))
+    torch.testing.assert_close(ours, theirs)
+
+
+@each_direction
 def test_hessian(direction, x, V):
     ours, theirs = (
         hessian(lambda x, V, f=f: f(x, V).pow(3).sum(), (0, 1))(x, V) for f in ours_and_definition(direction)

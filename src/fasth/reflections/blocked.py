@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasth.reflections.one_by_one import is_batch, one_by_one
+
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
 
 
@@ -135,6 +137,8 @@ class _Householder(torch.autograd.Function):
         V, out, *kept = ctx.saved_tensors
         if g is None:
             return (None,) * 6
+        if not torch.compiler.is_compiling() and is_batch(g):
+            return one_by_one(_Householder.backward, ctx, g)
         if torch.is_grad_enabled():
             kept = []  # constants to autograd: a second derivative would miss what they depend on
         needs_x, needs_V, *_ = ctx.needs_input_grad

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from fasth.reflections import blocked
+from fasth.reflections.one_by_one import is_batch, one_by_one
 
 LEVELS = ("baseline", "avx2", "avx512")
 FULL, TRIANGULAR, COMPACT = range(3)  # Kind in native/layout.hpp
@@ -135,6 +136,8 @@ class _Householder(torch.autograd.Function):
         V, out, kept = ctx.saved_tensors
         needs_x, needs_V, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or watched() or not ctx.core.plain(g):  # a second derivative is to follow, for one
+            if is_batch(g):
+                return one_by_one(_Householder.backward, ctx, g)
             return *differentiable_gradients(g, out, V, ctx.options, needs_x, needs_V), None, None
         options = *ctx.options, torch.get_num_threads(), needs_x, needs_V, ctx.of_identity
         return *ctx.core.householder_backward(g, out, V, kept, *options), None, None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fasth.reflections import native
+from fasth.reflections.one_by_one import is_batch, one_by_one
 
 
 def svd_linear(
@@ -62,6 +63,8 @@ class _SVDLinear(torch.autograd.Function):
         *inputs, signs, kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() or native.watched() or not ctx.core.plain(g):  # a second derivative is to follow
+            if is_batch(g):
+                return one_by_one(_SVDLinear.backward, ctx, g)
             return *differentiable_gradients(ctx.composed, g, inputs, signs, needs[:5]), None, None, None
         found = ctx.core.svd_linear_backward(
             g, *inputs, signs, kept, ctx.one, *ctx.options, torch.get_num_threads(), needs
