@@ -15,7 +15,7 @@ from torch import Tensor
 
 Gradients = tuple["Tensor | None", ...]
 
-is_batch: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+is_batch: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda t: False)
 
 _LEVELS = 64  # of vmap in vmap, the most that PyTorch counts
 
