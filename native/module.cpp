@@ -331,7 +331,7 @@ nb::object contains(nb::handle tensor, double low, double high) {
     const auto found = [&](auto zero) {
         using T = decltype(zero);
         const T *const data = t.data<const T>();
-        return nb::bool_(std::any_of(data, data + t.numel(), [&](T entry) { return low <= entry && entry <= high; }));
+        return nb::bool_(std::any_of(data, data + t.numel(), [&](T entry) { return T(low) <= entry && entry <= T(high); }));
     };
     return t.of<double>() ? found(double()) : found(float());
 }

@@ -17,7 +17,7 @@ from problems import every_other_column, from_definition, zero_rows
 from torch import Tensor
 
 from fasth.operators import SVD, Orthogonal, Symmetric
-from fasth.operators.matrix import has_entry
+from fasth.operators.matrix import has_entry, is_positive
 from fasth.operators.orthogonal import compact_from_dense, haar_compact, in_form
 from fasth.reflections import FORMS
 
@@ -814,13 +814,23 @@ def test_products_by_the_functions_of_torch() -> None:
             wrong()
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0])
+@pytest.mark.parametrize("value", [0.0, -1.0, 0.1])
 def test_has_entry(path: str, value: float) -> None:
-    t = torch.tensor([3.0, value, 2.0])
-    for like in (t, t.double(), t.half(), torch.stack((t, t), 1)[:, 0], torch._neg_view(-t)):
+    t = torch.tensor([3.0, value, 2.0], dtype=torch.float64)
+    for like in (t, t.float(), t.half(), torch.stack((t, t), 1)[:, 0], torch._neg_view(-t)):
         assert has_entry(like, value)
         assert not has_entry(like, 5.0)
     assert not has_entry(t.to("meta"), value)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1e-30, -math.inf])
+def test_is_positive(path: str, value: float) -> None:
+    """Nobody may be told so of zeros and negative numbers; of others only where there is a core."""
+    t = torch.tensor([3.0, 1e-30, 2.0])
+    for like in (t, t.double(), torch.stack((t, t), 1)[:, 0]):
+        assert is_positive(like) == (path != "pytorch")
+        assert not is_positive(torch.cat((like, like.new_tensor([value]))))
+    assert not is_positive(t.to("meta"))
 
 
 @pytest.mark.parametrize(("n", "m"), [(6, 6), (7, 4), (4, 7)])

@@ -90,11 +90,11 @@ def crossover_by_rule(r: int, d: int, triangular: bool, sides: int = 1) -> float
 
     In units of d² operations per row, a training step by a formed matrix takes 6. Applying r reflections takes 12 r/d,
     half of that if triangular, in products that run at 68 % of the speed: 57 % was measured on an Intel Xeon, 80 % and
-    more on an AMD EPYC, and with what lies between neither loses more than a sixth.
-    Forming Q is applying them to d rows, at a little more, since it is an operation besides; and less if they are
-    triangular, which leave rows of the identity alone. For two sides, more than d rows leave no room to keep Z, which
-    makes a step longer by a seventh. With r = d it pays from 1.7 to 2.3 d rows on, of U Σ Vᵀ from 1.4 d, and later
-    where d is small. ``fasth.tune`` finds out for one machine.
+    more on an AMD EPYC, and with what lies between neither loses more than a sixth. Forming Q is applying them to d
+    rows, at a little more, since it is an operation besides; and less if they are triangular, which leave rows of the
+    identity alone. For two sides, more than d rows leave no room to keep Z, which makes a step longer by a seventh.
+    With r = d it pays from 1.7 to 2.3 d rows on, of U Σ Vᵀ from 1.4 d, and later where d is small. ``fasth.tune`` finds
+    out for one machine.
     """
     apply = sides * (6 if triangular else 12) * r / d / 0.68
     form = 1.12 * apply * (0.67 if triangular and sides == 1 else 1)
