@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fasth.nn as fnn
 from fasth import spectrum
+from fasth.nn import kept
 from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops
 
 has_core = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
@@ -339,6 +340,42 @@ def test_a_graph_for_inference_takes_another_view_of_its_parameters():
     with torch.no_grad():
         layer(x)
         torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(given), call(given))
+
+
+@pytest.mark.skipif(native.machine_level() == "baseline", reason="weights are packed on x86 with AVX2 only")
+@pytest.mark.parametrize("layer", [fnn.LinearSVD, fnn.LinearOrthogonal])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_large_weight_is_packed_for_graphs(layer, bias, monkeypatch):
+    monkeypatch.setattr(kept, "PACKED_ENTRIES", 10 * 12)
+    model = layer(12, 10, bias=bias).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    shapes = (torch.randn(12), torch.randn(0, 12), torch.randn(1, 12), torch.randn(2, 3, 12), torch.randn(12, 40).mT)
+    with torch.no_grad():
+        for x in (*shapes, torch.randn(1, 12).expand(5, 12)):
+            torch.testing.assert_close(compiled(x), model(x))
+        assert model._kept_for_graphs.weight.is_mkldnn and not model._kept.weight.is_mkldnn
+        x = torch.randn(7, 12)
+        model.reflectors.mul_(0.5)
+        torch.testing.assert_close(compiled(x), model(x))
+        model.double()
+        torch.testing.assert_close(compiled(x.double()), model(x.double()))
+        assert not model._kept_for_graphs.weight.is_mkldnn
+
+
+def test_a_weight_is_not_packed_where_that_would_not_serve(monkeypatch):
+    monkeypatch.setattr(kept, "PACKED_ENTRIES", 10 * 12)
+    weight = torch.randn(12, 12)
+    assert kept.packed(weight[:9]).layout is torch.strided
+    assert kept.packed(weight.double()).layout is torch.strided
+    for switch, off, on in (
+        (torch.set_float32_matmul_precision, "medium", "highest"),
+        (torch._C._set_mkldnn_enabled, False, True),
+    ):
+        switch(off)
+        try:
+            assert kept.packed(weight) is weight
+        finally:
+            switch(on)
 
 
 def test_a_graph_that_changes_its_parameters_leaves_nothing_behind():

@@ -102,7 +102,7 @@ class Factored(nn.Module):
         raise NotImplementedError
 
     def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
-        """The dense weight that these tensors make: the kept one where they are this layer's own.
+        """The weight that these tensors make, for graphs: the kept one where they are this layer's own.
 
         Graphs have one of their own. A graph that changes a parameter counts that before it does it, so what it sees in
         the meantime is of no use to others.
@@ -128,11 +128,16 @@ class Factored(nn.Module):
         if len(parameters) + len(buffers) < len(self._made_of):
             return None
         memory = tuple(tensor.detach() for _, tensor, *_ in parameters + buffers)
-        found = Kept(self.weight.contiguous(), parameters, buffers, memory)
+        weight = self.weight.contiguous()
+        found = Kept(weight if place == "_kept" else self._for_graphs(weight), parameters, buffers, memory)
         self.__dict__[place] = found
         _keepers.add(self)
         _watch_optimizers()
         return found.weight
+
+    def _for_graphs(self, weight: Tensor) -> Tensor:
+        """The dense weight as the operators in graphs take it."""
+        return weight
 
     def _gathered(self) -> bool:
         """Whether FSDP refills the parameters for each call: same tensors and versions, and at times same addresses."""

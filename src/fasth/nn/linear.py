@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
+from fasth.nn import kept
 from fasth.nn.factored import Factored, at_least_one, in_dtype_of, one_of
 from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, of_orthogonal, spectrum_or_free
 from fasth.operators import SVD, Orthogonal, Symmetric
@@ -42,6 +43,9 @@ class _Linear(Factored):
         if made_of is None or x.dtype != made_of[0].dtype:
             return _as_autocast(self._multiply(x))
         return torch.ops.fasth.kept_linear(x, made_of, self.bias, self._number, self.out_features)
+
+    def _for_graphs(self, weight: Tensor) -> Tensor:
+        return kept.packed(weight)
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias from the factors."""
