@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from problems import PROBLEMS, with_gradients
 from processes import script
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fasth.nn as fnn
 from fasth import spectrum
 from fasth.nn import kept
-from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops
+from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops, registry
 
 has_core = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
 
@@ -211,6 +216,73 @@ def test_the_rows_after_every_block_or_z_of_a_weight_are_kept(rows, kept, reflec
     set_threads(2)
     arguments = svd_arguments((rows,), 256, 192, reflectors)
     assert torch.ops.fasth.svd_linear_forward(*arguments, True)[1][-1] == kept
+
+
+# The shorter way to a kernel.
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def way_of(*arguments, **named) -> str:
+    operator = SimpleNamespace(_op=lambda *arguments, **named: "dispatched")
+    registry._call_at_once(operator, lambda *arguments: "at once")
+    return operator._op(*arguments, **named)
+
+
+PLAIN = {
+    "several": lambda: (torch.randn(2, 3), 1, [2, 3], None, True),
+    "parameter": lambda: (nn.Parameter(torch.randn(2)),),
+    "other dtypes": lambda: (torch.tensor(3), torch.randn(2).bfloat16()),
+    "empty": lambda: (torch.empty(0, 3),),
+    "list": lambda: ([torch.randn(2), nn.Parameter(torch.randn(2))],),
+}
+OTHERS = {
+    "negative": lambda: (torch.randn(3, dtype=torch.cfloat).conj().imag,),
+    "meta": lambda: (torch.empty(3, device="meta"),),
+    "fake": lambda: (FakeTensorMode().from_tensor(torch.randn(3)),),
+    "subclass": lambda: (torch.randn(3).as_subclass(Subclass),),
+    "sparse": lambda: (torch.eye(3).to_sparse(),),
+    "list": lambda: ([torch.randn(3), torch.empty(3, device="meta")],),
+}
+WATCHERS = {
+    "gradients": torch.enable_grad,
+    "function mode": BaseTorchFunctionMode,
+    "dispatch mode": DispatchMode,
+    "profiler": torch.profiler.profile,
+    "forward mode": fwAD.dual_level,
+}
+
+
+@has_core
+@torch.no_grad()
+def test_a_kernel_is_called_at_once_where_nothing_else_can_be_meant():
+    for name, arguments in PLAIN.items():
+        assert way_of(*arguments()) == "at once", name
+    for name, arguments in OTHERS.items():
+        assert way_of(*arguments()) == "dispatched", name
+    assert way_of(x=torch.randn(3)) == "dispatched"
+    for name, watcher in WATCHERS.items():
+        with watcher():
+            assert way_of(torch.randn(3)) == "dispatched", name
+    assert torch.func.vmap(lambda x: torch.full((), way_of(x) == "dispatched"))(torch.randn(3)).all()
+
+
+@has_core
+@torch.no_grad()
+def test_both_ways_to_a_kernel_give_the_same():
+    arguments = (*detached(svd_arguments((5,), 24, 40, "compact")), True)
+    operator = torch.ops.fasth.svd_linear_forward.default
+    at_once, _ = operator(*arguments)
+    with DispatchMode():
+        dispatched, _ = operator(*arguments)
+    assert torch.equal(at_once, dispatched)
 
 
 # The layers.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.reflections import native
+from fasth.reflections import native, registry
 from fasth.reflections.blocked import is_exporting
 
 
@@ -84,16 +84,10 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-_library = torch.library.Library("fasth", "FRAGMENT")
-for _schema, _kernel, _fake in (
-    ("kept_weight(Tensor[] made_of, Tensor number, int[] shape) -> Tensor", _weight, _weight_fake),
-    (
-        "kept_linear(Tensor x, Tensor[] made_of, Tensor? bias, Tensor number, int out_features) -> Tensor",
-        _linear,
-        _linear_fake,
-    ),
-):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"fasth::{_name}", _fake, lib=_library)
+registry.define("kept_weight", "(Tensor[] made_of, Tensor number, int[] shape) -> Tensor", _weight, _weight_fake)
+registry.define(
+    "kept_linear",
+    "(Tensor x, Tensor[] made_of, Tensor? bias, Tensor number, int out_features) -> Tensor",
+    _linear,
+    _linear_fake,
+)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fasth.reflections import native, native_svd
+from fasth.reflections import native, native_svd, registry
 from fasth.reflections.blocked import is_exporting
 from fasth.reflections.native import COMPACT, DTYPES, FULL, TRIANGULAR, core
 from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, sides_of
@@ -28,8 +28,6 @@ from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, side
 _KINDS = (FULL, TRIANGULAR, COMPACT)
 _NEVER = 1 << 62
 ALWAYS_KEPT = 1 << 18  # as in native/module.cpp
-
-_library = torch.library.Library("fasth", "DEF")
 
 
 def usable(*tensors: Tensor) -> bool:
@@ -134,7 +132,8 @@ def _kept_sizes(
 
 def _size(sizes: Sequence[int], rows: Any) -> Any:
     a, b, c, d, packet, _ = sizes
-    return torch.sym_min(a + b * ((rows + packet - 1) // packet * packet), c + d * rows)
+    least = min if isinstance(rows, int) else torch.sym_min
+    return least(a + b * ((rows + packet - 1) // packet * packet), c + d * rows)
 
 
 def _first_above(bound: float) -> int:
@@ -460,12 +459,6 @@ def _fake_result(
     return g.new_empty(0) if like is None or not need else torch.empty_like(like, memory_format=memory_format)
 
 
-def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
-    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CPU")
-    torch.library.register_fake(f"fasth::{name}", fake, lib=_library)
-
-
 def _derive(name: str, arguments: str, fake: Any, function: type[torch.autograd.Function]) -> None:
     """The operator that the function differentiates, out of the one that its forward calls."""
     forward = getattr(torch.ops.fasth, f"{name}_forward")
@@ -477,18 +470,18 @@ def _derive(name: str, arguments: str, fake: Any, function: type[torch.autograd.
         needed = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
         return function.apply(*arguments) if needed else without_gradients(*arguments)
 
-    _define(name, f"({arguments}) -> Tensor", without_gradients, lambda *arguments: fake(*arguments, False)[0])
-    _library.impl(name, with_gradients, "Autograd")
+    registry.define(name, f"({arguments}) -> Tensor", without_gradients, lambda *arguments: fake(*arguments, False)[0])
+    registry.differentiate(name, with_gradients)
 
 
 _HOUSEHOLDER = "bool transpose, int kind, int block_size, int[] sizes"
-_define(
+registry.define(
     "householder_forward",
     f"(Tensor x, Tensor V, {_HOUSEHOLDER}, bool keep) -> (Tensor, Tensor)",
     _householder,
     _householder_fake,
 )
-_define(
+registry.define(
     "householder_backward",
     f"(Tensor g, Tensor out, Tensor V, Tensor kept, {_HOUSEHOLDER}, bool needs_x, bool needs_V) -> (Tensor, Tensor)",
     _householder_backward,
@@ -498,13 +491,13 @@ _derive("householder", f"Tensor x, Tensor V, {_HOUSEHOLDER}", _householder_fake,
 
 _FACTORS = "Tensor U, Tensor sigma, Tensor? V, Tensor? bias, Tensor? signs"
 _OPTIONS = "int kind, int[] blocks, int[] sizes"
-_define(
+registry.define(
     "svd_linear_forward",
     f"(Tensor x, {_FACTORS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
     _svd_linear,
     _svd_linear_fake,
 )
-_define(
+registry.define(
     "svd_linear_backward",
     f"(Tensor g, Tensor x, {_FACTORS}, Tensor kept, {_OPTIONS}, bool[] needs) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
