@@ -22,7 +22,7 @@ from fasth.reproduce import runner
 from fasth.reproduce.command import show
 from fasth.reproduce.experiments import Experiment
 from fasth.reproduce.layers import BATCH, LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR, NN_RNN, RNN_SVD
-from fasth.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, TRIANGULAR, Method
+from fasth.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, PRINTED, TRIANGULAR, Method
 from fasth.reproduce.operations import OPERATIONS
 from fasth.reproduce.tasks import Entry, InTurns, Settings
 from fasth.reproduce.timing import environment
@@ -64,7 +64,7 @@ BENCHES = [
         Bench(o.name.split()[0].lower(), [o.standard_method, o.our_method], TO_2048[:6], [64, 256], 15)
         for o in OPERATIONS
     ),
-    Bench("peers", [*OF_FASTH, *BASELINES, *PEERS], [512], [128], 15),
+    Bench("peers", [*OF_FASTH, *BASELINES, PRINTED, *PEERS], [512], [128], 15),
 ]
 
 

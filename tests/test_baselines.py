@@ -9,7 +9,7 @@ import torch
 from problems import assert_all_close, from_definition, with_gradients, zero_rows
 
 from fasth.reflections import definition
-from fasth.reproduce import baselines, methods
+from fasth.reproduce import baselines, methods, printed
 from fasth.reproduce.timing import verify
 
 ALGORITHMS = {
@@ -19,6 +19,8 @@ ALGORITHMS = {
     "FastH, k = 1": partial(baselines.fasth, k=1),
     "FastH, k = 5": partial(baselines.fasth, k=5),
     "FastH, k above r": partial(baselines.fasth, k=100),
+    "FastH, as printed": printed.fasth,
+    "FastH, as printed, k = 5": partial(printed.fasth, k=5),
     "FastH++": baselines.fasthpp,
     "FastH++, width 1": partial(baselines.fasthpp, width=1),
     "FastH++, width 4": partial(baselines.fasthpp, width=4),

@@ -3,6 +3,7 @@
 Nothing in the library imports this package. The order of its files:
 
     baselines.py   the algorithms that the paper compares, each a function of x and V
+    printed.py     FastH once more, as the paper prints it
     methods.py     every method in one form: the baselines, fasth's own, the other libraries
     operations.py  the four matrix operations of the paper's Table 1, as methods
     layers.py      layers of this library beside those of torch.nn, as methods

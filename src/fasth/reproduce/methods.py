@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 
 import fasth
 from fasth.reflections import definition, householder_compact
-from fasth.reproduce import baselines
+from fasth.reproduce import baselines, printed
 
 Function = Callable[..., Tensor]  # of x: (rows, d) and the method's parameters
 
@@ -287,6 +287,8 @@ BASELINES = [
     of("Cayley", baselines.cayley, rotation, lambda x, V: F.linear(x, cayley(baselines.skew(V)))),
 ]
 
+PRINTED = of("FastH, as printed", printed.fasth, full, product)
+
 PEERS = [
     of_module("torch matrix_exp", _torch("matrix_exp"), slack=EXPONENTIAL_SLACK),
     of_module("torch cayley", _torch("cayley")),
@@ -303,4 +305,4 @@ PEERS = [
     of_module("nflows SVDLinear", _nflows_svd, requires="nflows"),
 ]
 
-METHODS = {method.name: method for method in (LINEAR, COMPACT, TRIANGULAR, FULL, *BASELINES, *PEERS)}
+METHODS = {method.name: method for method in (LINEAR, COMPACT, TRIANGULAR, FULL, *BASELINES, PRINTED, *PEERS)}
