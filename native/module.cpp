@@ -324,16 +324,6 @@ bool plain(const nb::args &tensors) {
     return true;
 }
 
-// Whether all tensors among the arguments of an operator, or in lists among them, are plain, in any dtype.
-template <class Arguments> bool plain_arguments(const Arguments &arguments) {
-    for (nb::handle one : arguments) {
-        const bool is_tensor = PyObject_TypeCheck(one.ptr(), reinterpret_cast<PyTypeObject *>(torch.tensor));
-        if (is_tensor && !is_plain(one, true, true)) return false;
-        if (nb::isinstance<nb::list>(one) && !plain_arguments(nb::borrow<nb::list>(one))) return false;
-    }
-    return true;
-}
-
 // Whether a plain tensor has an entry from low to high; None for any other tensor.
 nb::object contains(nb::handle tensor, double low, double high) {
     if (!is_plain(tensor)) return nb::none();
@@ -405,7 +395,6 @@ NB_MODULE(FASTH_MODULE, m) {
     const auto any = nb::arg().none(); // or None
     m.def("connect", &connect, some, some, some, some, some, some, any);
     m.def("plain", &plain);
-    m.def("plain_arguments", &plain_arguments<nb::args>);
     m.def("contains", &contains);
     m.def("plain_householder", &plain_householder, any, any);
     m.def("plain_svd_linear", &plain_svd_linear, any, any, any, any, any, any, some);

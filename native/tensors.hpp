@@ -190,16 +190,16 @@ class Tensor {
     }
 };
 
-// Whether what stands in the tensor's memory is all there is to it, in a dtype that the core has, or any. There is none for
-// zeros kept as such, or once it was freed; and a tensor that has outlived its transform refuses to be read.
-inline bool is_plain(nb::handle object, bool may_be_empty = false, bool any_dtype = false) {
+// Whether what stands in the tensor's memory is all there is to it, in a dtype that the core has. There is none for zeros
+// kept as such, or once it was freed; and a tensor that has outlived its transform refuses to be read.
+inline bool is_plain(nb::handle object, bool may_be_empty = false) {
     static const Name is_neg("is_neg");
     const PyObject *const type = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
     if (type != torch.tensor && type != torch.parameter) return false;
     try {
         const Tensor t(object);
         const bool all_there = t.has_memory() || (may_be_empty && t.numel() == 0);
-        return t.on_cpu() && (any_dtype || t.of_float()) && all_there && call(is_neg, object).ptr() == Py_False;
+        return t.on_cpu() && t.of_float() && all_there && call(is_neg, object).ptr() == Py_False;
     } catch (nb::python_error &) {
         return false;
     }

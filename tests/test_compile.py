@@ -232,25 +232,10 @@ class DispatchMode(TorchDispatchMode):
 
 def way_of(*arguments, **named) -> str:
     operator = SimpleNamespace(_op=lambda *arguments, **named: "dispatched")
-    registry._call_at_once(operator, lambda *arguments: "at once")
+    registry._call_at_once(lambda *arguments: "at once", lambda x: x is not None, operator)
     return operator._op(*arguments, **named)
 
 
-PLAIN = {
-    "several": lambda: (torch.randn(2, 3), 1, [2, 3], None, True),
-    "parameter": lambda: (nn.Parameter(torch.randn(2)),),
-    "other dtypes": lambda: (torch.tensor(3), torch.randn(2).bfloat16()),
-    "empty": lambda: (torch.empty(0, 3),),
-    "list": lambda: ([torch.randn(2), nn.Parameter(torch.randn(2))],),
-}
-OTHERS = {
-    "negative": lambda: (torch.randn(3, dtype=torch.cfloat).conj().imag,),
-    "meta": lambda: (torch.empty(3, device="meta"),),
-    "fake": lambda: (FakeTensorMode().from_tensor(torch.randn(3)),),
-    "subclass": lambda: (torch.randn(3).as_subclass(Subclass),),
-    "sparse": lambda: (torch.eye(3).to_sparse(),),
-    "list": lambda: ([torch.randn(3), torch.empty(3, device="meta")],),
-}
 WATCHERS = {
     "gradients": torch.enable_grad,
     "function mode": BaseTorchFunctionMode,
@@ -262,27 +247,44 @@ WATCHERS = {
 
 @has_core
 @torch.no_grad()
-def test_a_kernel_is_called_at_once_where_nothing_else_can_be_meant():
-    for name, arguments in PLAIN.items():
-        assert way_of(*arguments()) == "at once", name
-    for name, arguments in OTHERS.items():
-        assert way_of(*arguments()) == "dispatched", name
-    assert way_of(x=torch.randn(3)) == "dispatched"
+def test_a_kernel_is_called_at_once_where_nobody_watches():
+    assert way_of(torch.randn(3)) == "at once"
+    assert way_of(None) == way_of(x=torch.randn(3)) == "dispatched"
     for name, watcher in WATCHERS.items():
         with watcher():
             assert way_of(torch.randn(3)) == "dispatched", name
     assert torch.func.vmap(lambda x: torch.full((), way_of(x) == "dispatched"))(torch.randn(3)).all()
 
 
+fake_mode = FakeTensorMode()
+
+ALL_BUT_PLAIN = {
+    "negative": lambda t: torch.complex(t, -t).conj().imag,
+    "subclass": lambda t: t.as_subclass(Subclass),
+    "meta": lambda t: t.to("meta"),
+    "fake": fake_mode.from_tensor,
+}
+
+
 @has_core
 @torch.no_grad()
-def test_both_ways_to_a_kernel_give_the_same():
-    arguments = (*detached(svd_arguments((5,), 24, 40, "compact")), True)
-    operator = torch.ops.fasth.svd_linear_forward.default
-    at_once, _ = operator(*arguments)
-    with DispatchMode():
-        dispatched, _ = operator(*arguments)
-    assert torch.equal(at_once, dispatched)
+@pytest.mark.parametrize("kind", ALL_BUT_PLAIN)
+def test_operators_of_other_tensors(kind):
+    arguments = detached(svd_arguments((5,), 24, 40, "compact"))
+    reflect = detached(householder_arguments(drawn(5, 40), drawn(24, 40), False, 0, 16))
+    for operator, (x, *rest) in (
+        (torch.ops.fasth.svd_linear_forward.default, (*arguments, True)),
+        (torch.ops.fasth.householder_forward.default, (*reflect, True)),
+    ):
+        expected, _ = operator(x, *rest)
+        with DispatchMode():
+            dispatched, _ = operator(x, *rest)
+        assert torch.equal(expected, dispatched)
+        alike = ALL_BUT_PLAIN[kind]
+        no_numbers = kind in ("meta", "fake")
+        out, _ = operator(alike(x), *(alike(t) if no_numbers and isinstance(t, torch.Tensor) else t for t in rest))
+        assert out.shape == expected.shape
+        assert no_numbers or torch.equal(out, expected)
 
 
 # The layers.

@@ -27,6 +27,13 @@ class Kept(NamedTuple):
     buffers: tuple[tuple[str, Tensor, int, int], ...]
     memory: tuple[Tensor, ...]  # held, since another tensor that was given it would have the same address
 
+    def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters and buffers, in this order, and have not changed."""
+        for (_, tensor, version, address), given in zip(self.parameters + self.buffers, tensors, strict=True):
+            if given is not tensor or tensor._version != version or tensor.data_ptr() != address:
+                return False
+        return True
+
 
 class Factored(nn.Module):
     """A module with a dense weight that is made of some of its parameters and buffers, ``_made_of``.
@@ -107,6 +114,9 @@ class Factored(nn.Module):
         Graphs have one of their own. A graph that changes a parameter counts that before it does it, so what it sees in
         the meantime is of no use to others.
         """
+        found = self._kept_for_graphs
+        if found is not None and found.is_made_of(made_of):
+            return found.weight
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.kept_weight_of(made_of)

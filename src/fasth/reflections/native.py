@@ -26,7 +26,6 @@ PLAIN = (Tensor, torch.nn.Parameter)
 _FUNCTIONS = (
     "connect",
     "plain",
-    "plain_arguments",
     "contains",
     "plain_householder",
     "plain_svd_linear",

@@ -480,12 +480,14 @@ registry.define(
     f"(Tensor x, Tensor V, {_HOUSEHOLDER}, bool keep) -> (Tensor, Tensor)",
     _householder,
     _householder_fake,
+    lambda x, V, *_: core().plain_householder(x, V),
 )
 registry.define(
     "householder_backward",
     f"(Tensor g, Tensor out, Tensor V, Tensor kept, {_HOUSEHOLDER}, bool needs_x, bool needs_V) -> (Tensor, Tensor)",
     _householder_backward,
     _householder_backward_fake,
+    lambda g, out, V, kept, *_: core().plain(g, out, V, kept),
 )
 _derive("householder", f"Tensor x, Tensor V, {_HOUSEHOLDER}", _householder_fake, _Householder)
 
@@ -496,6 +498,7 @@ registry.define(
     f"(Tensor x, {_FACTORS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
     _svd_linear,
     _svd_linear_fake,
+    lambda *arguments: core().plain_svd_linear(*arguments[:6], False),
 )
 registry.define(
     "svd_linear_backward",
@@ -503,5 +506,6 @@ registry.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear_backward,
     _svd_linear_backward_fake,
+    lambda g, *saved: core().plain(g, saved[6]) and core().plain_svd_linear(*saved[:6], False),
 )
 _derive("svd_linear", f"Tensor x, {_FACTORS}, {_OPTIONS}", _svd_linear_fake, _SVDLinear)

@@ -12,10 +12,26 @@ from fasth.reflections import native
 _library = torch.library.Library("fasth", "DEF")
 
 
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """``torch.ops.fasth.<name>``. ``fake`` gives results of the same shapes, without numbers."""
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    is_plain: Callable[..., Any] | None = None,
+) -> None:
+    """``torch.ops.fasth.<name>``.
+
+    Args:
+        kernel: computes it on the CPU.
+        fake: gives results of the same shapes, without numbers.
+        is_plain: whether the kernel may be given these arguments as they are. Where it may, and nobody watches, it is
+            called without PyTorch's dispatcher, which takes the arguments from Python to C++ and back: that costs 20 µs
+            between the layers of a network, an eighth of what a layer with 256 features takes. Asked only where the
+            core is there.
+    """
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _call_at_once(getattr(torch.ops.fasth, name).default, kernel)
+    if is_plain is not None:
+        _call_at_once(kernel, is_plain, getattr(torch.ops.fasth, name).default)
     _library.impl(name, kernel, "CPU")
     torch.library.register_fake(f"fasth::{name}", fake, lib=_library)
 
@@ -25,28 +41,22 @@ def differentiate(name: str, function: Callable[..., Any]) -> None:
     _library.impl(name, function, "Autograd")
 
 
-def _call_at_once(operator: Any, kernel: Callable[..., Any]) -> None:
-    """Spares a graph the dispatcher where all that it would do is to call the kernel.
-
-    It takes the arguments from Python to C++ and back: 20 µs between the layers of a network, an eighth of what a layer
-    with 256 features takes.
-    """
+def _call_at_once(kernel: Callable[..., Any], is_plain: Callable[..., Any], operator: Any) -> None:
     dispatched = operator._op
 
     def call(*arguments: Any, **named: Any) -> Any:
-        return kernel(*arguments) if not named and _is_plain(arguments) else dispatched(*arguments, **named)
+        at_once = not named and not _dispatcher_has_a_say() and is_plain(*arguments)
+        return kernel(*arguments) if at_once else dispatched(*arguments, **named)
 
     operator._op = call
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether nothing but the kernel can be meant: no gradients, nobody who watches, tensors that are their memory."""
-    core = native.core()
+def _dispatcher_has_a_say() -> bool:
+    """Whether there is no core, or somebody wants to see the operator: autograd, a compiler, a mode, the profiler."""
     return (
-        core is not None
-        and not torch.is_grad_enabled()
-        and not native.watched()
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._autograd._profiler_enabled()
-        and core.plain_arguments(*arguments)
+        native.core() is None
+        or torch.is_grad_enabled()
+        or native.watched()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._autograd._profiler_enabled()
     )
