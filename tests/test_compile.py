@@ -232,7 +232,7 @@ class DispatchMode(TorchDispatchMode):
 
 def way_of(*arguments, **named) -> str:
     operator = SimpleNamespace(_op=lambda *arguments, **named: "dispatched")
-    registry._call_at_once(lambda *arguments: "at once", lambda x: x is not None, operator)
+    registry._try_first(lambda x: None if x is None else "at once", operator)
     return operator._op(*arguments, **named)
 
 
@@ -254,6 +254,47 @@ def test_a_kernel_is_called_at_once_where_nobody_watches():
         with watcher():
             assert way_of(torch.randn(3)) == "dispatched", name
     assert torch.func.vmap(lambda x: torch.full((), way_of(x) == "dispatched"))(torch.randn(3)).all()
+
+
+LAYOUTS = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.mT.contiguous().mT,
+    "sliced": lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]],
+    "every other": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+def assert_same_both_ways(operator, arguments) -> tuple[torch.Tensor, ...]:
+    """The results of the shorter way are those of the dispatcher, strides included: graphs rely on them."""
+    at_once = operator(*arguments)
+    with DispatchMode():
+        dispatched = operator(*arguments)
+    compared = 1 if "forward" in str(operator) else None  # what is kept is not filled to its end
+    for one, other in zip(at_once[:compared], dispatched[:compared], strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    return at_once
+
+
+@has_core
+@torch.no_grad()
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("of_V", LAYOUTS)
+@pytest.mark.parametrize("rows", [(5,), (2, 3), (300,)])
+def test_both_ways_to_a_kernel_give_the_same(rows, of_V, of_x, needs):
+    x, U, sigma, V, bias, signs, *options = detached(svd_arguments(rows, 24, 40, "full"))
+    x, g, U, V = LAYOUTS[of_x](x), LAYOUTS[of_x](torch.randn(*rows, 24, dtype=x.dtype)), *map(LAYOUTS[of_V], (U, V))
+    tensors = x, U, sigma, V, bias, signs
+    _, kept = assert_same_both_ways(torch.ops.fasth.svd_linear_forward.default, (*tensors, *options, True))
+    backward = torch.ops.fasth.svd_linear_backward.default
+    assert_same_both_ways(backward, (g, *tensors, kept, *options, [*needs, True, needs[1], True]))
+
+    arguments = householder_arguments(x, V, False, 0, 16)
+    out, kept = assert_same_both_ways(torch.ops.fasth.householder_forward.default, (*arguments, True))
+    g = LAYOUTS[of_x](torch.randn_like(out))
+    backward = torch.ops.fasth.householder_backward.default
+    assert_same_both_ways(backward, (g, out, V, kept, *arguments[2:], *needs))
 
 
 fake_mode = FakeTensorMode()

@@ -180,6 +180,16 @@ def _householder(
     return out, kept
 
 
+def _householder_at_once(x: Tensor, V: Tensor, *arguments: Any) -> tuple[Tensor, Tensor] | None:
+    *options, sizes, keep = arguments
+    plain = core().plain_householder(x, V)
+    if plain is None or plain[0] >= sizes[-1]:
+        return None
+    kept = _new_kept(x, sizes, plain[0], keep)
+    out, _ = core().householder(x, V, *options, torch.get_num_threads(), kept if keep else False)
+    return out, kept
+
+
 def _householder_fake(
     x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -217,6 +227,17 @@ def _householder_backward(
                 dQt, Qt, V, kept[d * d :], False, *options[1:], False, True, kind != FULL
             )
     return _result(dx, g), _result(dV, g, V)
+
+
+def _householder_backward_at_once(
+    g: Tensor, out: Tensor, V: Tensor, kept: Tensor, *arguments: Any
+) -> tuple[Tensor, ...] | None:
+    *options, sizes, needs_x, needs_V = arguments
+    plain = core().plain_householder(g, V) if core().plain(out, kept) else None
+    if plain is None or plain[0] >= sizes[-1]:
+        return None
+    threads = torch.get_num_threads()
+    return _none_as_empty(core().householder_backward(g, out, V, kept, *options, threads, needs_x, needs_V), g)
 
 
 def _householder_backward_fake(g: Tensor, out: Tensor, V: Tensor, kept: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -323,12 +344,23 @@ def _svd_linear(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     weight, rows = _weight(x, U, sigma, V, bias, signs, kind, blocks), math.prod(x.shape[:-1])
-    kept = core().new_kept(x, _size(sizes, rows)) if keep else x.new_empty(0)
+    kept = _new_kept(x, sizes, rows, keep)
     if rows < sizes[-1]:
         return weight.multiply(x, bias, kept if keep else None), kept
     formed = weight.to_form()
     W = formed.multiply(_eye(formed.shape[1], x), None, kept if keep else None)
     return torch.nn.functional.linear(x, W if formed is not weight else W.mT, bias), kept
+
+
+def _svd_linear_at_once(*arguments: Any) -> tuple[Tensor, Tensor] | None:
+    *tensors, kind, blocks, sizes, keep = arguments
+    plain = core().plain_svd_linear(*tensors, False)
+    if plain is None or plain[0] >= sizes[-1]:
+        return None
+    kept = _new_kept(tensors[0], sizes, plain[0], keep)
+    options = False, kind, *blocks, torch.get_num_threads()
+    out, _ = core().svd_linear(*tensors, *options, kept if keep else False)
+    return out, kept
 
 
 def _svd_linear_fake(
@@ -392,6 +424,15 @@ def _gradients_of_formed(
     return g @ W if needs[0] else None, dU, dsigma, dV, dbias
 
 
+def _svd_linear_backward_at_once(g: Tensor, *arguments: Any) -> tuple[Tensor, ...] | None:
+    *tensors, kept, kind, blocks, sizes, needs = arguments
+    plain = core().plain_svd_linear(*tensors, False) if core().plain(g, kept) else None
+    if plain is None or plain[0] >= sizes[-1]:
+        return None
+    options = False, False, kind, *blocks, torch.get_num_threads()
+    return _none_as_empty(core().svd_linear_backward(g, *tensors, kept, *options, needs), g)
+
+
 def _svd_linear_backward_fake(
     g: Tensor,
     x: Tensor,
@@ -444,6 +485,15 @@ def _eye(n: int, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)
 
 
+def _new_kept(x: Tensor, sizes: Sequence[int], rows: int, keep: bool) -> Tensor:
+    return core().new_kept(x, _size(sizes, rows)) if keep else x.new_empty(0)
+
+
+def _none_as_empty(found: Sequence[Tensor | None], g: Tensor) -> tuple[Tensor, ...]:
+    """Operators have no optional results."""
+    return tuple(g.new_empty(0) if t is None else t for t in found)
+
+
 def _result(t: Tensor | None, g: Tensor, like: Tensor | None = None) -> Tensor:
     """t with the strides of ``like``, or else in rows. Operators have no optional results, so None becomes empty."""
     if t is None:
@@ -480,14 +530,14 @@ registry.define(
     f"(Tensor x, Tensor V, {_HOUSEHOLDER}, bool keep) -> (Tensor, Tensor)",
     _householder,
     _householder_fake,
-    lambda x, V, *_: core().plain_householder(x, V),
+    _householder_at_once,
 )
 registry.define(
     "householder_backward",
     f"(Tensor g, Tensor out, Tensor V, Tensor kept, {_HOUSEHOLDER}, bool needs_x, bool needs_V) -> (Tensor, Tensor)",
     _householder_backward,
     _householder_backward_fake,
-    lambda g, out, V, kept, *_: core().plain(g, out, V, kept),
+    _householder_backward_at_once,
 )
 _derive("householder", f"Tensor x, Tensor V, {_HOUSEHOLDER}", _householder_fake, _Householder)
 
@@ -498,7 +548,7 @@ registry.define(
     f"(Tensor x, {_FACTORS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
     _svd_linear,
     _svd_linear_fake,
-    lambda *arguments: core().plain_svd_linear(*arguments[:6], False),
+    _svd_linear_at_once,
 )
 registry.define(
     "svd_linear_backward",
@@ -506,6 +556,6 @@ registry.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear_backward,
     _svd_linear_backward_fake,
-    lambda g, *saved: core().plain(g, saved[6]) and core().plain_svd_linear(*saved[:6], False),
+    _svd_linear_backward_at_once,
 )
 _derive("svd_linear", f"Tensor x, {_FACTORS}, {_OPTIONS}", _svd_linear_fake, _SVDLinear)
