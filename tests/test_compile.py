@@ -256,6 +256,22 @@ def test_a_kernel_is_called_at_once_where_nobody_watches():
     assert torch.func.vmap(lambda x: torch.full((), way_of(x) == "dispatched"))(torch.randn(3)).all()
 
 
+def dispatched(operator, *arguments):
+    """Its result, by way of the dispatcher, which arguments with names always take."""
+    return operator(
+        **{argument.name: value for argument, value in zip(operator._schema.arguments, arguments, strict=True)}
+    )
+
+
+@torch.no_grad()
+def test_pytorch_calls_what_is_tried_first(monkeypatch):
+    layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(5, 12)
+    monkeypatch.setattr(kept, "_linear", lambda *arguments: "at once")
+    arguments = x, layer._own(), layer.bias, layer._number, 10
+    assert torch.ops.fasth.kept_linear.default(*arguments) == "at once"
+    assert dispatched(torch.ops.fasth.kept_linear.default, *arguments).shape == (5, 10)
+
+
 LAYOUTS = {
     "rows": lambda t: t,
     "columns": lambda t: t.mT.contiguous().mT,
@@ -267,11 +283,9 @@ LAYOUTS = {
 
 def assert_same_both_ways(operator, arguments) -> tuple[torch.Tensor, ...]:
     """The results of the shorter way are those of the dispatcher, strides included: graphs rely on them."""
-    at_once = operator(*arguments)
-    with DispatchMode():
-        dispatched = operator(*arguments)
+    at_once, expected = operator(*arguments), dispatched(operator, *arguments)
     compared = 1 if "forward" in str(operator) else None  # what is kept is not filled to its end
-    for one, other in zip(at_once[:compared], dispatched[:compared], strict=True):
+    for one, other in zip(at_once[:compared], expected[:compared], strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
     return at_once
 
@@ -317,10 +331,7 @@ def test_operators_of_other_tensors(kind):
         (torch.ops.fasth.svd_linear_forward.default, (*arguments, True)),
         (torch.ops.fasth.householder_forward.default, (*reflect, True)),
     ):
-        expected, _ = operator(x, *rest)
-        with DispatchMode():
-            dispatched, _ = operator(x, *rest)
-        assert torch.equal(expected, dispatched)
+        expected, _ = dispatched(operator, x, *rest)
         alike = ALL_BUT_PLAIN[kind]
         no_numbers = kind in ("meta", "fake")
         out, _ = operator(alike(x), *(alike(t) if no_numbers and isinstance(t, torch.Tensor) else t for t in rest))
@@ -417,9 +428,9 @@ def test_a_graph_for_inference_asks_for_the_kept_weight(monkeypatch):
     weight = type(model).weight
     monkeypatch.setattr(type(model), "weight", property(lambda layer: made.append(layer) or weight.fget(layer)))
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(4):
             compiled(x)
-    assert len(made) == 1
+    assert len(made) == 2  # kept from the second on
 
 
 def test_one_graph_for_inference_serves_all_layers_of_a_kind():
@@ -457,6 +468,19 @@ def test_a_graph_for_inference_takes_another_view_of_its_parameters():
         torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(given), call(given))
 
 
+def test_the_weight_that_a_graph_keeps_is_found_by_its_tensors():
+    layers = fnn.LinearSVD(12, 10), fnn.LinearOrthogonal(12, 10), fnn.RNNSVD(4, 6, num_layers=2)
+    for layer in layers:
+        layer.eval()
+        made_of = layer._own()
+        with torch.no_grad():
+            for _ in range(2):
+                layer.kept_weight_of(made_of)
+            assert layer._kept_for_graphs.is_made_of(made_of)
+            made_of[0].add_(1)
+            assert not layer._kept_for_graphs.is_made_of(made_of)
+
+
 @pytest.mark.skipif(native.machine_level() == "baseline", reason="weights are packed on x86 with AVX2 only")
 @pytest.mark.parametrize("layer", [fnn.LinearSVD, fnn.LinearOrthogonal])
 @pytest.mark.parametrize("bias", [True, False])
@@ -467,14 +491,18 @@ def test_a_large_weight_is_packed_for_graphs(layer, bias, monkeypatch):
     shapes = (torch.randn(12), torch.randn(0, 12), torch.randn(1, 12), torch.randn(2, 3, 12), torch.randn(12, 40).mT)
     with torch.no_grad():
         for x in (*shapes, torch.randn(1, 12).expand(5, 12)):
-            torch.testing.assert_close(compiled(x), model(x))
+            out = compiled(x)
+            torch.testing.assert_close(out, model(x))
+            assert out.is_contiguous()
         assert model._kept_for_graphs.weight.is_mkldnn and not model._kept.weight.is_mkldnn
+        weight = torch.ops.fasth.kept_weight(model._own(), model._number, [10, 12])
+        torch.testing.assert_close(weight, model.weight)
         x = torch.randn(7, 12)
         model.reflectors.mul_(0.5)
-        torch.testing.assert_close(compiled(x), model(x))
-        model.double()
-        torch.testing.assert_close(compiled(x.double()), model(x.double()))
-        assert not model._kept_for_graphs.weight.is_mkldnn
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            torch.ops.fasth.kept_linear(x[:, 1:], model._own(), model.bias, model._number, 10)
 
 
 def test_a_weight_is_not_packed_where_that_would_not_serve(monkeypatch):
@@ -493,6 +521,16 @@ def test_a_weight_is_not_packed_where_that_would_not_serve(monkeypatch):
             switch(on)
 
 
+def test_a_precision_for_each_backend_is_no_error():
+    was = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        weight = torch.randn(512, 512)
+        assert kept.packed(weight) is weight
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = was
+
+
 def test_a_graph_that_changes_its_parameters_leaves_nothing_behind():
     layer, x = fnn.LinearSVD(8, 8, bias=False).eval(), torch.randn(3, 8)
 
@@ -502,10 +540,12 @@ def test_a_graph_that_changes_its_parameters_leaves_nothing_behind():
         return y
 
     with torch.no_grad():
-        compiled = torch.compile(call)
-        for _ in range(2):
+        compiled, other = torch.compile(call), torch.compile(layer)
+        for _ in range(3):
             y = compiled(x)
             torch.testing.assert_close(layer(x), 2 * y)
+            for _ in range(3):
+                torch.testing.assert_close(other(x), 2 * y)
 
 
 @has_core

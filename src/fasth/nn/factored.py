@@ -26,10 +26,11 @@ class Kept(NamedTuple):
     parameters: tuple[tuple[str, Tensor, int, int], ...]
     buffers: tuple[tuple[str, Tensor, int, int], ...]
     memory: tuple[Tensor, ...]  # held, since another tensor that was given it would have the same address
+    in_order: tuple[tuple[Tensor, int, int], ...]  # without the names, as ``_made_of`` has them
 
     def is_made_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters and buffers, in this order, and have not changed."""
-        for (_, tensor, version, address), given in zip(self.parameters + self.buffers, tensors, strict=True):
+        """Whether these are what it was made of, and have not changed."""
+        for (tensor, version, address), given in zip(self.in_order, tensors, strict=True):
             if given is not tensor or tensor._version != version or tensor.data_ptr() != address:
                 return False
         return True
@@ -52,6 +53,7 @@ class Factored(nn.Module):
     _made_of: tuple[str, ...]
     _kept: Kept | None
     _kept_for_graphs: Kept | None
+    _seen_by_graphs: tuple[int, ...] | None
     _number: Tensor
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ class Factored(nn.Module):
         found: Kept | None = self.__dict__[place]
         if found is None:
             return self._keep_weight(place)
-        weight, parameters, buffers, _ = found
+        weight, parameters, buffers, *_ = found
         for now, then in ((self._parameters, parameters), (self._buffers, buffers)):
             for name, tensor, version, address in then:
                 if now.get(name) is not tensor or tensor._version != version or tensor.data_ptr() != address:
@@ -111,8 +113,8 @@ class Factored(nn.Module):
     def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
         """The weight that these tensors make, for graphs: the kept one where they are this layer's own.
 
-        Graphs have one of their own. A graph that changes a parameter counts that before it does it, so what it sees in
-        the meantime is of no use to others.
+        Graphs have one of their own, and keep it when they see the same versions for the second time. A graph that
+        changes a parameter counts that before it does it: what it sees in the meantime is of no use to others.
         """
         found = self._kept_for_graphs
         if found is not None and found.is_made_of(made_of):
@@ -121,7 +123,8 @@ class Factored(nn.Module):
             with torch.no_grad():
                 return self.kept_weight_of(made_of)
         if all(t is u or (t is not None and _same(t, u)) for t, u in zip(self._own(), made_of, strict=True)):
-            weight = self._weight_in("_kept_for_graphs")
+            seen, self._seen_by_graphs = self._seen_by_graphs, _versions(made_of)
+            weight = self._weight_in("_kept_for_graphs") if seen == self._seen_by_graphs else self.weight
             if weight is not None:
                 return weight
         given = dict(zip(self._made_of, made_of, strict=True))
@@ -139,14 +142,18 @@ class Factored(nn.Module):
             return None
         memory = tuple(tensor.detach() for _, tensor, *_ in parameters + buffers)
         weight = self.weight.contiguous()
-        found = Kept(weight if place == "_kept" else self._for_graphs(weight), parameters, buffers, memory)
+        if place == "_kept_for_graphs":
+            weight = self._for_graphs(weight)
+        of = {name: (tensor, version, address) for name, tensor, version, address in parameters + buffers}
+        in_order = tuple(of[name] for name in self._made_of)
+        found = Kept(weight, parameters, buffers, memory, in_order)
         self.__dict__[place] = found
         _keepers.add(self)
         _watch_optimizers()
         return found.weight
 
     def _for_graphs(self, weight: Tensor) -> Tensor:
-        """The dense weight as the operators in graphs take it."""
+        """The dense weight as ``fasth::kept_linear`` or ``fasth::kept_weight`` takes it."""
         return weight
 
     def _gathered(self) -> bool:
@@ -155,7 +162,7 @@ class Factored(nn.Module):
         return "_is_fsdp_managed_module" in self.__dict__ or bool(self._load_state_dict_pre_hooks)
 
     def _forget(self) -> None:
-        self._kept = self._kept_for_graphs = None
+        self._kept = self._kept_for_graphs = self._seen_by_graphs = None
 
     def train(self: Self, mode: bool = True) -> Self:
         self._forget()
@@ -265,7 +272,7 @@ class Factored(nn.Module):
         return dense.train(self.training)
 
 
-_OF_THIS_ONE = ("_kept", "_kept_for_graphs", "_number")  # not for a copy
+_OF_THIS_ONE = ("_kept", "_kept_for_graphs", "_seen_by_graphs", "_number")  # not for a copy
 
 _keepers: weakref.WeakSet[Factored] = weakref.WeakSet()
 
@@ -294,6 +301,11 @@ def _distributed(values: Tensor, like: Any, mesh: Any) -> Tensor:
     if hasattr(like, "placements"):
         return distribute_tensor(values, mesh, like.placements)
     return distribute_tensor(values, mesh, [Replicate()] * mesh.ndim).to_local()
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Those of inference mode have none, and none that can be kept."""
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _same(t: Tensor, u: Tensor) -> bool:

@@ -57,14 +57,27 @@ def usable(number: Tensor, made_of: Sequence[Tensor | None]) -> bool:
 def packed(weight: Tensor) -> Tensor:
     """The weight as ``_linear`` multiplies by it fastest: in oneDNN's blocks, or as it is."""
     pays = weight.numel() >= PACKED_ENTRIES and weight.dtype is torch.float32 and weight.is_cpu
-    exact = torch.get_float32_matmul_precision() == "highest"
-    there = native.machine_level() != "baseline" and torch.backends.mkldnn.enabled
-    return torch.ops.mkldnn._reorder_linear_weight(weight) if pays and exact and there else weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight) if pays and _has_blocks() and _is_exact() else weight
+
+
+def _has_blocks() -> bool:
+    """Whether oneDNN is there, on a processor like those that this was measured on: x86 with AVX2 at least."""
+    mkldnn = torch.backends.mkldnn
+    return mkldnn.is_available() and bool(mkldnn.enabled) and native.machine_level() != "baseline"
+
+
+def _is_exact() -> bool:
+    """Whether products of float32 are to be those of float32."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # it cannot say, since the user has set it for each backend
+        return False
 
 
 def _weight(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
+    weight = _keepers[int(number)].kept_weight_of(made_of)
     # A graph takes the results of its operators for its own, and may overwrite them.
-    return _keepers[int(number)].kept_weight_of(made_of).clone(memory_format=torch.contiguous_format)
+    return weight.to_dense() if weight.is_mkldnn else weight.clone(memory_format=torch.contiguous_format)
 
 
 def _weight_fake(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
@@ -73,9 +86,12 @@ def _weight_fake(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]
 
 def _linear(x: Tensor, made_of: Sequence[Tensor], bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:
     weight = _keepers[int(number)].kept_weight_of(made_of)
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    n, m = weight.shape
+    if x.shape[-1:] != (m,) or (bias is not None and bias.shape != (n,)):
+        return F.linear(x, weight.to_dense(), bias)  # an error that says so, or a bias to broadcast
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _linear_fake(

@@ -168,7 +168,7 @@ def _householder(
     x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, sizes: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
     B, m = _rows_of(x, V, kind, block_size)
-    kept = core().new_kept(x, B * _size(sizes, m)) if keep else x.new_empty(0)
+    kept = _new_kept(x, B * _size(sizes, m) if keep else 0)
     options = transpose, kind, block_size, torch.get_num_threads()
     if m < sizes[-1]:
         out, _ = core().householder(x, V, *options, kept if keep else False)
@@ -185,7 +185,7 @@ def _householder_at_once(x: Tensor, V: Tensor, *arguments: Any) -> tuple[Tensor,
     plain = core().plain_householder(x, V)
     if plain is None or plain[0] >= sizes[-1]:
         return None
-    kept = _new_kept(x, sizes, plain[0], keep)
+    kept = _new_kept(x, _size(sizes, plain[0]) if keep else 0)
     out, _ = core().householder(x, V, *options, torch.get_num_threads(), kept if keep else False)
     return out, kept
 
@@ -344,7 +344,7 @@ def _svd_linear(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     weight, rows = _weight(x, U, sigma, V, bias, signs, kind, blocks), math.prod(x.shape[:-1])
-    kept = _new_kept(x, sizes, rows, keep)
+    kept = _new_kept(x, _size(sizes, rows) if keep else 0)
     if rows < sizes[-1]:
         return weight.multiply(x, bias, kept if keep else None), kept
     formed = weight.to_form()
@@ -357,7 +357,7 @@ def _svd_linear_at_once(*arguments: Any) -> tuple[Tensor, Tensor] | None:
     plain = core().plain_svd_linear(*tensors, False)
     if plain is None or plain[0] >= sizes[-1]:
         return None
-    kept = _new_kept(tensors[0], sizes, plain[0], keep)
+    kept = _new_kept(tensors[0], _size(sizes, plain[0]) if keep else 0)
     options = False, kind, *blocks, torch.get_num_threads()
     out, _ = core().svd_linear(*tensors, *options, kept if keep else False)
     return out, kept
@@ -485,8 +485,8 @@ def _eye(n: int, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)
 
 
-def _new_kept(x: Tensor, sizes: Sequence[int], rows: int, keep: bool) -> Tensor:
-    return core().new_kept(x, _size(sizes, rows)) if keep else x.new_empty(0)
+def _new_kept(x: Tensor, size: int) -> Tensor:
+    return core().new_kept(x, size) if size else x.new_empty(0)
 
 
 def _none_as_empty(found: Sequence[Tensor | None], g: Tensor) -> tuple[Tensor, ...]:

@@ -25,9 +25,8 @@ def define(
         kernel: computes it on the CPU.
         fake: gives results of the same shapes, without numbers.
         at_once: does what ``kernel`` does, for the commonest arguments, and gives None for others. Where nobody watches
-            it is called without PyTorch's dispatcher, which takes the arguments from Python to C++ and back. Between
-            the layers of a network, where nothing of that is in the caches, it costs 20 µs, and checks in Python 15: a
-            fifth of what a layer with 256 features takes. Not asked where there is no core.
+            it is called without PyTorch's dispatcher, which would take the arguments from Python to C++ and back. In a
+            network of layers with 256 features that saves 20 µs of about 150 a layer.
     """
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     if at_once is not None:
@@ -42,7 +41,7 @@ def differentiate(name: str, function: Callable[..., Any]) -> None:
 
 
 def _try_first(at_once: Callable[..., Any], operator: Any) -> None:
-    dispatched = operator._op
+    dispatched = operator._op  # whose hash is that of the operator: so this comes before anybody asks for it
 
     def call(*arguments: Any, **named: Any) -> Any:
         out = None if named or _dispatcher_has_a_say() else at_once(*arguments)
@@ -52,10 +51,9 @@ def _try_first(at_once: Callable[..., Any], operator: Any) -> None:
 
 
 def _dispatcher_has_a_say() -> bool:
-    """Whether there is no core, or somebody wants to see the operator: autograd, a compiler, a mode, the profiler."""
+    """Whether somebody wants to see the operator: autograd, a compiler, a transform, a mode, the profiler."""
     return (
-        native.core() is None
-        or torch.is_grad_enabled()
+        torch.is_grad_enabled()
         or native.watched()
         or torch._C._len_torch_function_stack() > 0
         or torch._C._autograd._profiler_enabled()

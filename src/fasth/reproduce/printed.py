@@ -26,7 +26,8 @@ class _FastH(torch.autograd.Function):
         A = [X]
         for W, Y in reversed(P):  # step 2
             A.insert(0, A[0] - 2 * W @ (Y.mT @ A[0]))
-        ctx.blocks, ctx.P, ctx.A = blocks, P, A
+        ctx.blocks, ctx.P, ctx.A = blocks, P, A[1:]
+        ctx.save_for_backward(A[0])
         return A[0]
 
     @staticmethod
@@ -36,7 +37,8 @@ class _FastH(torch.autograd.Function):
         for W, Y in ctx.P:  # step 1
             G.append(G[-1] - 2 * Y @ (W.mT @ G[-1]))
         dV = []
-        for block, A_hat, G_hat in zip(ctx.blocks, ctx.A, G, strict=False):  # step 2
+        A = [*ctx.saved_tensors, *ctx.A]
+        for block, A_hat, G_hat in zip(ctx.blocks, A, G, strict=False):  # step 2
             for v in block.split(1, dim=1):
                 A_next = _reflected(v, A_hat)
                 dV.append(_gradient_of_v(v, A_next, G_hat))
