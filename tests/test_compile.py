@@ -245,7 +245,6 @@ WATCHERS = {
 }
 
 
-@has_core
 @torch.no_grad()
 def test_a_kernel_is_called_at_once_where_nobody_watches():
     assert way_of(torch.randn(3)) == "at once"

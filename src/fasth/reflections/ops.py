@@ -183,7 +183,7 @@ def _householder(
 def _householder_at_once(x: Tensor, V: Tensor, *arguments: Any) -> tuple[Tensor, Tensor] | None:
     *options, sizes, keep = arguments
     plain = core().plain_householder(x, V)
-    if plain is None or plain[0] >= sizes[-1]:
+    if not _is_applied(plain, sizes):
         return None
     kept = _new_kept(x, _size(sizes, plain[0]) if keep else 0)
     out, _ = core().householder(x, V, *options, torch.get_num_threads(), kept if keep else False)
@@ -234,7 +234,7 @@ def _householder_backward_at_once(
 ) -> tuple[Tensor, ...] | None:
     *options, sizes, needs_x, needs_V = arguments
     plain = core().plain_householder(g, V) if core().plain(out, kept) else None
-    if plain is None or plain[0] >= sizes[-1]:
+    if not _is_applied(plain, sizes):
         return None
     threads = torch.get_num_threads()
     return _none_as_empty(core().householder_backward(g, out, V, kept, *options, threads, needs_x, needs_V), g)
@@ -355,7 +355,7 @@ def _svd_linear(
 def _svd_linear_at_once(*arguments: Any) -> tuple[Tensor, Tensor] | None:
     *tensors, kind, blocks, sizes, keep = arguments
     plain = core().plain_svd_linear(*tensors, False)
-    if plain is None or plain[0] >= sizes[-1]:
+    if not _is_applied(plain, sizes):
         return None
     kept = _new_kept(tensors[0], _size(sizes, plain[0]) if keep else 0)
     options = False, kind, *blocks, torch.get_num_threads()
@@ -427,7 +427,7 @@ def _gradients_of_formed(
 def _svd_linear_backward_at_once(g: Tensor, *arguments: Any) -> tuple[Tensor, ...] | None:
     *tensors, kept, kind, blocks, sizes, needs = arguments
     plain = core().plain_svd_linear(*tensors, False) if core().plain(g, kept) else None
-    if plain is None or plain[0] >= sizes[-1]:
+    if not _is_applied(plain, sizes):
         return None
     options = False, False, kind, *blocks, torch.get_num_threads()
     return _none_as_empty(core().svd_linear_backward(g, *tensors, kept, *options, needs), g)
@@ -483,6 +483,11 @@ class _SVDLinear(torch.autograd.Function):
 
 def _eye(n: int, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)
+
+
+def _is_applied(plain: tuple[int, ...] | None, sizes: Sequence[int]) -> bool:
+    """Whether the core takes the arguments as they are, and the rows, counted first, are too few to form the matrix."""
+    return plain is not None and plain[0] < sizes[-1]
 
 
 def _new_kept(x: Tensor, size: int) -> Tensor:
