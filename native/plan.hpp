@@ -89,6 +89,22 @@ struct Place {
     }
 };
 
+// run(thread) on so many threads at once. False, and nothing is run, if there are fewer, as inside another parallel region.
+template <class Run> bool on_threads(int threads, const Run &run) {
+    if (threads == 1) return run(0), true;
+    std::atomic<bool> complete{false};
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    {
+        if (omp_get_num_threads() == threads) {
+            complete.store(true, std::memory_order_relaxed);
+            run(omp_get_thread_num());
+        }
+    }
+#endif
+    return complete;
+}
+
 // Runs work(benches, place) on every thread of the plan, where a bench is what lay_out(team, members, arena) gives, one for
 // each team. Says how many members a team had.
 template <class LayOut, class Work> int for_teams(const Plan &plan, const LayOut &lay_out, const Work &work) {
@@ -107,21 +123,8 @@ template <class LayOut, class Work> int for_teams(const Plan &plan, const LayOut
         Place place{{running, thread, meetings[0]}, {plan.members, thread % plan.members, own}, number, plan.teams};
         work(benches, place);
     };
-#ifdef _OPENMP
-    if (running > 1) {
-        std::atomic<bool> complete{true};
-#pragma omp parallel num_threads(running)
-        {
-            if (omp_get_num_threads() == running)
-                run(omp_get_thread_num());
-            else
-                complete = false; // fewer threads than asked for, as inside another parallel region
-        }
-        return complete ? plan.members : for_teams({1, 1}, lay_out, work);
-    }
-#endif
-    run(0);
-    return 1;
+    if (on_threads(running, run)) return plan.members;
+    return for_teams({1, 1}, lay_out, work);
 }
 
 } // namespace fasth

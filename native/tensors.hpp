@@ -95,6 +95,7 @@ class Tensor {
     }
     bool on_cpu() const { return view.device.device_type == int(nb::device::cpu::value); }
     template <class T> bool of() const { return view.dtype.code == floating && view.dtype.bits == 8 * sizeof(T); }
+    int bytes() const { return view.dtype.bits / 8; } // of a number
     bool of_float() const { return of<float>() || of<double>(); }
     bool has_memory() const { return view.data != nullptr; }
     template <class T> T *data() const {
@@ -121,6 +122,7 @@ class Tensor {
     Tensor new_pooled(std::int64_t count) const { return new_pooled(&count, 1); }
     // The shape of this one, but for the last dimension.
     Tensor new_with_last(Index last) const {
+        if (last == size(-1) && contiguous()) return new_like(); // the faster call
         std::vector<Index> shape(view.shape, view.shape + dims());
         shape.back() = last;
         return new_empty(shape.data(), dims());
@@ -191,17 +193,22 @@ class Tensor {
 };
 
 // Whether what stands in the tensor's memory is all there is to it, in a dtype that the core has. There is none for zeros
-// kept as such, or once it was freed; and a tensor that has outlived its transform refuses to be read.
-inline bool is_plain(nb::handle object, bool may_be_empty = false) {
+// kept as such, or once it was freed.
+inline bool is_plain(const Tensor &t, bool may_be_empty = false) {
     static const Name is_neg("is_neg");
+    const bool all_there = t.has_memory() || (may_be_empty && t.numel() == 0);
+    return t.on_cpu() && t.of_float() && all_there && call(is_neg, t.object).ptr() == Py_False;
+}
+inline bool has_plain_type(nb::handle object) {
     const PyObject *const type = reinterpret_cast<PyObject *>(Py_TYPE(object.ptr()));
-    if (type != torch.tensor && type != torch.parameter) return false;
+    return type == torch.tensor || type == torch.parameter;
+}
+inline bool is_plain(nb::handle object) {
+    if (!has_plain_type(object)) return false;
     try {
-        const Tensor t(object);
-        const bool all_there = t.has_memory() || (may_be_empty && t.numel() == 0);
-        return t.on_cpu() && t.of_float() && all_there && call(is_neg, object).ptr() == Py_False;
+        return is_plain(Tensor(object));
     } catch (nb::python_error &) {
-        return false;
+        return false; // a tensor that has outlived its transform refuses to be read
     }
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fasth.nn as fnn
 from fasth import spectrum
-from fasth.nn import kept
-from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops, registry
+from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops
 
 has_core = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
 
@@ -214,7 +212,7 @@ def test_there_is_room_for_as_many_rows_as_a_block_has_reflections(kind, threads
 @pytest.mark.parametrize("reflectors", ["full", "compact"])
 def test_the_rows_after_every_block_or_z_of_a_weight_are_kept(rows, kept, reflectors, set_threads):
     set_threads(2)
-    arguments = svd_arguments((rows,), 256, 192, reflectors)
+    arguments = svd_arguments((rows,), 256, 192, reflectors, torch.float32)
     assert torch.ops.fasth.svd_linear_forward(*arguments, True)[1][-1] == kept
 
 
@@ -231,9 +229,10 @@ class DispatchMode(TorchDispatchMode):
 
 
 def way_of(*arguments, **named) -> str:
-    operator = SimpleNamespace(_op=lambda *arguments, **named: "dispatched")
-    registry._try_first(lambda x: None if x is None else "at once", operator)
-    return operator._op(*arguments, **named)
+    """Which way an operator of two arguments takes that do not matter to it."""
+    operator = native.core().Operator("householder_forward", lambda *arguments, **named: "dispatched")
+    out = operator(*arguments, **named)
+    return out if out == "dispatched" else "at once"
 
 
 WATCHERS = {
@@ -245,14 +244,20 @@ WATCHERS = {
 }
 
 
+@has_core
 @torch.no_grad()
 def test_a_kernel_is_called_at_once_where_nobody_watches():
-    assert way_of(torch.randn(3)) == "at once"
-    assert way_of(None) == way_of(x=torch.randn(3)) == "dispatched"
+    x, V, *options = householder_arguments(torch.randn(3, 8), torch.randn(4, 8), False, 0, 4)
+    arguments = x, V, *options, False
+    assert way_of(*arguments) == "at once"
+    assert way_of(*arguments[:-1], keep=False) == way_of(*arguments[:-1]) == way_of() == "dispatched"
     for name, watcher in WATCHERS.items():
         with watcher():
-            assert way_of(torch.randn(3)) == "dispatched", name
-    assert torch.func.vmap(lambda x: torch.full((), way_of(x) == "dispatched"))(torch.randn(3)).all()
+            assert way_of(*arguments) == "dispatched", name
+    ways = torch.func.vmap(lambda x: torch.full((), way_of(x, *arguments[1:]) == "dispatched"))(x.expand(2, 3, 8))
+    assert ways.all()
+    with pytest.raises(ValueError, match="no operator"):
+        native.core().Operator("another", print)
 
 
 def dispatched(operator, *arguments):
@@ -262,13 +267,13 @@ def dispatched(operator, *arguments):
     )
 
 
+@has_core
 @torch.no_grad()
-def test_pytorch_calls_what_is_tried_first(monkeypatch):
-    layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(5, 12)
-    monkeypatch.setattr(kept, "_linear", lambda *arguments: "at once")
-    arguments = x, layer._own(), layer.bias, layer._number, 10
-    assert torch.ops.fasth.kept_linear.default(*arguments) == "at once"
-    assert dispatched(torch.ops.fasth.kept_linear.default, *arguments).shape == (5, 10)
+def test_pytorch_asks_the_core_first(monkeypatch):
+    arguments = *householder_arguments(torch.randn(3, 8), torch.randn(4, 8), False, 0, 4), False
+    core = type("Core", (), {"Operator": staticmethod(lambda name, dispatched: lambda *arguments: name)})
+    monkeypatch.setattr(native, "core", lambda: core)
+    assert torch.ops.fasth.householder_forward.default(*arguments) == "householder_forward"
 
 
 LAYOUTS = {
@@ -480,52 +485,116 @@ def test_the_weight_that_a_graph_keeps_is_found_by_its_tensors():
             assert not layer._kept_for_graphs.is_made_of(made_of)
 
 
-@pytest.mark.skipif(native.machine_level() == "baseline", reason="weights are packed on x86 with AVX2 only")
-@pytest.mark.parametrize("layer", [fnn.LinearSVD, fnn.LinearOrthogonal])
+packs = pytest.mark.skipif(
+    native.core() is None or native.core().isa == "baseline", reason="weights are packed for a core with AVX2 at least"
+)
+
+
+@packs
+@pytest.mark.parametrize("shape", [(12, 10), (1, 1), (3, 70), (130, 64), (65, 33)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_large_weight_is_packed_for_graphs(layer, bias, monkeypatch):
-    monkeypatch.setattr(kept, "PACKED_ENTRIES", 10 * 12)
-    model = layer(12, 10, bias=bias).eval()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
-    shapes = (torch.randn(12), torch.randn(0, 12), torch.randn(1, 12), torch.randn(2, 3, 12), torch.randn(12, 40).mT)
-    with torch.no_grad():
-        for x in (*shapes, torch.randn(1, 12).expand(5, 12)):
-            out = compiled(x)
-            torch.testing.assert_close(out, model(x))
-            assert out.is_contiguous()
-        assert model._kept_for_graphs.weight.is_mkldnn and not model._kept.weight.is_mkldnn
-        weight = torch.ops.fasth.kept_weight(model._own(), model._number, [10, 12])
-        torch.testing.assert_close(weight, model.weight)
-        x = torch.randn(7, 12)
-        model.reflectors.mul_(0.5)
+@torch.no_grad()
+def test_a_weight_is_packed_for_graphs(shape, bias, precise):
+    m, n = shape
+    layer = fnn.LinearSVD(m, n, bias=bias, dtype=precise).eval()
+
+    def linear(x):
+        return torch.ops.fasth.kept_linear.default(x, layer._own(), layer.bias, layer._number, n)
+
+    rows = [torch.randn(m), torch.randn(0, m), torch.randn(1, m), torch.randn(2, 3, m), torch.randn(m, 40).mT]
+    for x in (*rows, torch.randn(1, m).expand(5, m), torch.randn(300, m), torch.randn(7, 2 * m)[:, ::2]):
+        x = x.to(precise)
         for _ in range(3):
-            torch.testing.assert_close(compiled(x), model(x))
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            torch.ops.fasth.kept_linear(x[:, 1:], model._own(), model.bias, model._number, 10)
+            out = linear(x)
+            torch.testing.assert_close(out, layer(x))
+            assert out.is_contiguous()
+    assert isinstance(layer._kept_for_graphs.weight, native.core().KeptWeight)
+    weight = torch.ops.fasth.kept_weight(layer._own(), layer._number, [n, m])
+    torch.testing.assert_close(weight, layer.weight)
 
 
-def test_a_weight_is_not_packed_where_that_would_not_serve(monkeypatch):
-    monkeypatch.setattr(kept, "PACKED_ENTRIES", 10 * 12)
-    weight = torch.randn(12, 12)
-    assert kept.packed(weight[:9]).layout is torch.strided
-    assert kept.packed(weight.double()).layout is torch.strided
-    for switch, off, on in (
-        (torch.set_float32_matmul_precision, "medium", "highest"),
-        (torch._C._set_mkldnn_enabled, False, True),
+@packs
+@torch.no_grad()
+def test_what_does_not_fit_a_packed_weight_is_as_with_f_linear():
+    layer, x = fnn.LinearOrthogonal(12, 10).eval(), torch.randn(7, 12)
+    linear = torch.ops.fasth.kept_linear.default
+    arguments = layer._own(), layer.bias, layer._number, 10
+    for _ in range(3):
+        expected = linear(x, *arguments)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(x[:, 1:], *arguments)
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(x.double(), *arguments)
+    torch.testing.assert_close(
+        linear(x, layer._own(), layer.bias[:1], layer._number, 10), linear(x, *arguments) - layer.bias + layer.bias[0]
+    )
+    for alike in (ALL_BUT_PLAIN["negative"], ALL_BUT_PLAIN["subclass"]):
+        torch.testing.assert_close(torch.as_tensor(linear(alike(x), *arguments)).as_subclass(torch.Tensor), expected)
+
+
+@packs
+@torch.no_grad()
+def test_a_packed_weight_is_found_without_its_layer_until_it_changes(monkeypatch):
+    layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(7, 12)
+    arguments = x, layer._own(), layer.bias, layer._number, 10
+    expected = [torch.ops.fasth.kept_linear.default(*arguments) for _ in range(3)][-1]
+    asked = []
+    of = type(layer).kept_weight_of
+    monkeypatch.setattr(type(layer), "kept_weight_of", lambda *arguments: asked.append(1) or of(*arguments))
+    torch.testing.assert_close(torch.ops.fasth.kept_linear.default(*arguments), expected)
+    assert not asked
+    for change in (
+        lambda: layer.sigma.mul_(2),
+        lambda: layer.sigma.__setattr__("data", layer.sigma * 2),
+        layer.eval,
+        lambda: setattr(layer, "sigma", nn.Parameter(layer.sigma * 2)),
     ):
-        switch(off)
-        try:
-            assert kept.packed(weight) is weight
-        finally:
-            switch(on)
+        change()
+        asked.clear()
+        arguments = x, layer._own(), layer.bias, layer._number, 10
+        for _ in range(3):
+            torch.testing.assert_close(torch.ops.fasth.kept_linear.default(*arguments), layer(x))
+        assert 1 <= len(asked) <= 2  # kept then
+    others = [p.clone() for p in layer._own()]
+    asked.clear()
+    torch.testing.assert_close(torch.ops.fasth.kept_linear.default(x, others, *arguments[2:]), layer(x))
+    assert asked
+
+
+@packs
+def test_threads_multiply_by_a_packed_weight(set_threads):
+    layer, x = fnn.LinearSVD(300, 200).eval(), torch.randn(300, 300)
+    arguments = x, layer._own(), layer.bias, layer._number, 200
+    with torch.no_grad():
+        expected = layer(x)
+        for threads in (1, 2, 3, 7):
+            set_threads(threads)
+            for _ in range(3):
+                torch.testing.assert_close(torch.ops.fasth.kept_linear.default(*arguments), expected)
+
+
+def kept_by(layer: nn.Module) -> object:
+    with torch.no_grad():
+        for _ in range(2):
+            weight = layer.kept_weight_of(layer._own())
+    return weight
+
+
+def test_a_weight_is_not_packed_where_that_would_not_serve():
+    assert isinstance(kept_by(fnn.LinearSVD(12, 10, dtype=torch.bfloat16).eval()), torch.Tensor)
+    assert isinstance(kept_by(fnn.RNNSVD(4, 6).eval()), torch.Tensor)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert isinstance(kept_by(fnn.LinearSVD(12, 10).eval()), torch.Tensor)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_precision_for_each_backend_is_no_error():
     was = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        weight = torch.randn(512, 512)
-        assert kept.packed(weight) is weight
+        assert isinstance(kept_by(fnn.LinearSVD(12, 10).eval()), torch.Tensor)
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = was
 

@@ -22,7 +22,7 @@ Self = TypeVar("Self", bound="Factored")
 class Kept(NamedTuple):
     """A weight, and the parameters and buffers that it was made of: name, tensor, version and address of each."""
 
-    weight: Tensor
+    weight: Any  # a tensor, or packed for graphs
     parameters: tuple[tuple[str, Tensor, int, int], ...]
     buffers: tuple[tuple[str, Tensor, int, int], ...]
     memory: tuple[Tensor, ...]  # held, since another tensor that was given it would have the same address
@@ -78,7 +78,7 @@ class Factored(nn.Module):
             return self._weight_in_graph()
         return self._weight_in("_kept")
 
-    def _weight_in(self, place: str) -> Tensor | None:
+    def _weight_in(self, place: str) -> Any:
         """The weight that is kept there, made anew if the parameters have changed; None where none may be kept."""
         # All inference passes here, so: plain attributes only, none that nn.Module would have to search for or look at.
         found: Kept | None = self.__dict__[place]
@@ -110,8 +110,8 @@ class Factored(nn.Module):
     def _weight_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
-        """The weight that these tensors make, for graphs: the kept one where they are this layer's own.
+    def kept_weight_of(self, made_of: Sequence[Tensor]) -> Any:
+        """The weight that these tensors make, for graphs: the kept one, which may be packed, where they are its own.
 
         Graphs have one of their own, and keep it when they see the same versions for the second time. A graph that
         changes a parameter counts that before it does it: what it sees in the meantime is of no use to others.
@@ -133,7 +133,7 @@ class Factored(nn.Module):
         layer._buffers = {name: given.get(name, b) for name, b in self._buffers.items()}
         return layer.weight
 
-    def _keep_weight(self, place: str) -> Tensor | None:
+    def _keep_weight(self, place: str) -> Any:
         self.__dict__[place] = None
         if self.training or native.watched() or self._gathered():
             return None
@@ -142,18 +142,18 @@ class Factored(nn.Module):
             return None
         memory = tuple(tensor.detach() for _, tensor, *_ in parameters + buffers)
         weight = self.weight.contiguous()
-        if place == "_kept_for_graphs":
-            weight = self._for_graphs(weight)
         of = {name: (tensor, version, address) for name, tensor, version, address in parameters + buffers}
         in_order = tuple(of[name] for name in self._made_of)
+        if place == "_kept_for_graphs":
+            weight = self._for_graphs(weight, in_order)
         found = Kept(weight, parameters, buffers, memory, in_order)
         self.__dict__[place] = found
         _keepers.add(self)
         _watch_optimizers()
         return found.weight
 
-    def _for_graphs(self, weight: Tensor) -> Tensor:
-        """The dense weight as ``fasth::kept_linear`` or ``fasth::kept_weight`` takes it."""
+    def _for_graphs(self, weight: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
+        """The dense weight as ``fasth::kept_linear`` or ``fasth::kept_weight`` takes it, of these tensors."""
         return weight
 
     def _gathered(self) -> bool:

@@ -4,7 +4,7 @@ Whether a kept weight is still that of its parameters shows only when a graph ru
 which asks the layer. A graph serves every layer of its kind, as it does with ``nn.Linear``, so the layer is an
 argument: a tensor with its number. On the CPU only: elsewhere a graph may be recorded and replayed without asking.
 
-A large weight that is only multiplied by is kept in oneDNN's blocks, as Inductor keeps the weights of a frozen graph.
+A weight that is only multiplied by is packed for the compiled core, which then multiplies faster than F.linear does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ from fasth.reflections.blocked import is_exporting
 
 
 class Keeper(Protocol):
-    def kept_weight_of(self, made_of: Sequence[Tensor]) -> Tensor:
-        """The weight that these make: the kept one where they are the layer's own, which may be packed."""
+    def kept_weight_of(self, made_of: Sequence[Tensor]) -> Any:
+        """The weight that these make, a tensor or packed: the kept one where they are the layer's own."""
 
-
-# From so many entries on, the blocks are worth a longer call: for one row about as fast as a plain matrix, for a few
-# twice as fast and more on an AMD EPYC.
-PACKED_ENTRIES = 512 * 512
 
 _keepers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -54,16 +50,16 @@ def usable(number: Tensor, made_of: Sequence[Tensor | None]) -> bool:
     )
 
 
-def packed(weight: Tensor) -> Tensor:
-    """The weight as ``_linear`` multiplies by it fastest: in oneDNN's blocks, or as it is."""
-    pays = weight.numel() >= PACKED_ENTRIES and weight.dtype is torch.float32 and weight.is_cpu
-    return torch.ops.mkldnn._reorder_linear_weight(weight) if pays and _has_blocks() and _is_exact() else weight
+def packed(weight: Tensor, number: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
+    """The weight as ``_linear`` multiplies by it fastest: packed, or as it is.
 
-
-def _has_blocks() -> bool:
-    """Whether oneDNN is there, on a processor like those that this was measured on: x86 with AVX2 at least."""
-    mkldnn = torch.backends.mkldnn
-    return mkldnn.is_available() and bool(mkldnn.enabled) and native.machine_level() != "baseline"
+    ``made_of``: tensors with their versions and addresses. As long as they stay the same, and the packed weight lives,
+    graphs find it without asking the layer of this number.
+    """
+    core = native.core()
+    # Narrow registers would gain nothing: without AVX2 the library that F.linear calls has wider ones at times.
+    serves = core is not None and core.isa != "baseline" and core.plain(weight) and _is_exact()
+    return core.KeptWeight(int(number), weight, made_of) if serves else weight
 
 
 def _is_exact() -> bool:
@@ -77,7 +73,7 @@ def _is_exact() -> bool:
 def _weight(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
     weight = _keepers[int(number)].kept_weight_of(made_of)
     # A graph takes the results of its operators for its own, and may overwrite them.
-    return weight.to_dense() if weight.is_mkldnn else weight.clone(memory_format=torch.contiguous_format)
+    return weight.clone(memory_format=torch.contiguous_format) if isinstance(weight, Tensor) else weight.dense()
 
 
 def _weight_fake(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]) -> Tensor:
@@ -86,12 +82,10 @@ def _weight_fake(made_of: Sequence[Tensor], number: Tensor, shape: Sequence[int]
 
 def _linear(x: Tensor, made_of: Sequence[Tensor], bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:
     weight = _keepers[int(number)].kept_weight_of(made_of)
-    if not weight.is_mkldnn:
+    if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    n, m = weight.shape
-    if x.shape[-1:] != (m,) or (bias is not None and bias.shape != (n,)):
-        return F.linear(x, weight.to_dense(), bias)  # an error that says so, or a bias to broadcast
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    out = weight.linear(x, bias, torch.get_num_threads())
+    return F.linear(x, weight.dense(), bias) if out is None else out  # an error that says so, or a bias to broadcast
 
 
 def _linear_fake(
@@ -106,5 +100,5 @@ registry.define(
     "(Tensor x, Tensor[] made_of, Tensor? bias, Tensor number, int out_features) -> Tensor",
     _linear,
     _linear_fake,
-    lambda x, *others: _linear(x, *others) if type(x) in native.PLAIN and x.is_cpu else None,
+    at_once=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,8 +45,8 @@ class _Linear(Factored):
             return _as_autocast(self._multiply(x))
         return torch.ops.fasth.kept_linear(x, made_of, self.bias, self._number, self.out_features)
 
-    def _for_graphs(self, weight: Tensor) -> Tensor:
-        return kept.packed(weight)
+    def _for_graphs(self, weight: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
+        return kept.packed(weight, self._number, made_of)
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias from the factors."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasth.reflections import blocked, native, native_svd, ops, tuned
+from fasth.reflections.native import FORMS
 from fasth.reflections.tuning import (
     block_size_or_form,
     block_sizes_or_form,
@@ -21,8 +22,6 @@ from fasth.reflections.tuning import (
 )
 
 __all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
-
-FORMS = ("full", "triangular", "compact")
 
 # From so many columns on, forming Q apart from the singular values saves more than an operation of their own costs.
 FORMED_APART = 128
@@ -129,6 +128,8 @@ def svd_linear(
     Returns:
         (*, n).
     """
+    if torch.compiler.is_compiling():
+        return _svd_in_graph(x, U, sigma, V, bias, signs, form, columns)
     if _core_at_once():  # the shortest way, for small steps
         sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs, bool(columns))
         if sizes is not None:
@@ -139,17 +140,35 @@ def svd_linear(
                 return native_svd.svd_linear(x, U, sigma, V, bias, signs, (bool(columns), kind, *blocks), composed)
     if columns:
         return svd_linear(x.mT, U, sigma, V, bias, signs=signs, form=form).mT
-    n, m = U.shape if V is None else (U.shape[1], V.shape[1])
-    tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]
-    _check_svd(x, tensors, n, m, sigma, bias, signs)
+    n, m = _check_svd(x, U, sigma, V, bias, signs)
     if _autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
     sides = sides_of(len(U), 1 if V is None else len(V))
     if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full", U, sides):
         return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
-    if ops.usable(*tensors):
-        return ops.svd_linear(x, U, sigma, V, bias, signs, FORMS.index(form))
+    return _svd_composed(x, U, sigma, V, bias, signs, form=form)
+
+
+def _svd_in_graph(
+    x: Tensor,
+    U: Tensor,
+    sigma: Tensor,
+    V: Tensor | None,
+    bias: Tensor | None,
+    signs: Tensor | None,
+    form: str,
+    columns: bool,
+) -> Tensor:
+    """``svd_linear`` for a graph in the making, by as few steps as can be: see ops.py."""
+    if columns:
+        return _svd_in_graph(x.mT, U, sigma, V, bias, signs, form, False).mT
+    _check_svd(x, U, sigma, V, bias, signs)
+    if _autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return _svd_in_graph(x.to(U.dtype), U, sigma, V, bias, signs, form, False)
+    if ops.usable(x, U, sigma, V, bias, signs):
+        return ops.svd_linear(x, U, sigma, V, bias, signs, form)
     return _svd_composed(x, U, sigma, V, bias, signs, form=form)
 
 
@@ -296,10 +315,13 @@ def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:
 
 
 def _check_svd(
-    x: Tensor, tensors: list[Tensor], n: int, m: int, sigma: Tensor, bias: Tensor | None, signs: Tensor | None
-) -> None:
+    x: Tensor, U: Tensor, sigma: Tensor, V: Tensor | None, bias: Tensor | None, signs: Tensor | None
+) -> tuple[int, int]:
+    """The shape of W, after a look at all of them."""
+    n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     if x.ndim < 1 or x.shape[-1] != m:
         raise ValueError(f"`x` should have last dimension {m} to match a weight of shape {(n, m)}; got {_shape(x)}")
+    tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]
     dtype, device = sigma.dtype, sigma.device
     for t in tensors:
         if (t.dtype is not dtype and not (t is x and _autocast(x))) or t.device != device:
@@ -311,6 +333,7 @@ def _check_svd(
             f"a weight of shape {(n, m)} should have at most {min(n, m)} singular values, two rows of as many signs, "
             f"and a bias of {n}; got {k}, {signs is not None and _shape(signs)} and {bias is not None and _shape(bias)}"
         )
+    return n, m
 
 
 def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

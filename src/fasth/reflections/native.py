@@ -18,13 +18,27 @@ from fasth.reflections import blocked
 from fasth.reflections.one_by_one import is_batch, one_by_one
 
 LEVELS = ("baseline", "avx2", "avx512")
+FORMS = ("full", "triangular", "compact")
 FULL, TRIANGULAR, COMPACT = range(3)  # Kind in native/layout.hpp
 
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)
 
+# Somebody wants to see an operator of a graph, if one of these says so: autograd, a transform, a mode, the profiler.
+_WATCHERS = (
+    torch.is_grad_enabled,
+    torch._C._are_functorch_transforms_active,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._is_tracing,
+    torch._C._autograd._profiler_enabled,
+)
+
 _FUNCTIONS = (
     "connect",
+    "connect_graphs",
+    "Operator",
+    "KeptWeight",
     "plain",
     "contains",
     "plain_householder",
@@ -77,6 +91,7 @@ def load(level: str) -> ModuleType:
     if missing := [name for name in _FUNCTIONS if not hasattr(module, name)]:
         raise ImportError(f"the core for {level} is older than these files, without {missing[0]}: install fasth again")
     connect(module, getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    module.connect_graphs(_WATCHERS, forward_ad, torch.get_num_threads)
     return module
 
 

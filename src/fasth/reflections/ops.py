@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from fasth.reflections import native, native_svd, registry
 from fasth.reflections.blocked import is_exporting
-from fasth.reflections.native import COMPACT, DTYPES, FULL, TRIANGULAR, core
+from fasth.reflections.native import COMPACT, DTYPES, FORMS, FULL, TRIANGULAR, core
 from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, sides_of
 
 _KINDS = (FULL, TRIANGULAR, COMPACT)
@@ -30,23 +30,22 @@ _NEVER = 1 << 62
 ALWAYS_KEPT = 1 << 18  # as in native/module.cpp
 
 
-def usable(*tensors: Tensor) -> bool:
-    """Whether a graph in the making may call the core for these: float32 or float64 on the CPU, and no transform.
-
-    Not while exporting: an exported program should run where fasth and its core are not.
-    """
-    return (
-        torch.compiler.is_dynamo_compiling()
-        and not is_exporting()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and all(t.is_cpu and t.dtype in DTYPES and type(t) in native.PLAIN for t in tensors)
-        and _core_is_there()
-    )
+# A graph is called again while all that its making looked at is the same, and looking again takes time: every global
+# name, function and attribute counts. So what depends on nothing but numbers is asked of a few functions that are taken
+# for constants, whatever they look at themselves.
 
 
-def _core_is_there() -> bool:
-    return core() is not None
+def usable(*tensors: Tensor | None) -> bool:
+    """Whether a graph in the making may call the core for these: float32 or float64 on the CPU, and no transform."""
+    for t in tensors:
+        if t is not None and not (t.is_cpu and t.dtype in DTYPES and type(t) in native.PLAIN):
+            return False
+    return torch.compiler.is_dynamo_compiling() and _core_serves() and forward_ad._current_level < 0
+
+
+def _core_serves() -> bool:
+    """Not while exporting: an exported program should run where fasth and its core are not."""
+    return not is_exporting() and not torch._C._are_functorch_transforms_active() and core() is not None
 
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size: int) -> Tensor:
@@ -63,16 +62,25 @@ def svd_linear(
     V: Tensor | None,
     bias: Tensor | None,
     signs: Tensor | None,
-    kind: int,
+    form: str,
 ) -> Tensor:
     """``native_svd.svd_linear`` for a graph in the making."""
     r_U, n = _numbers(*U.shape)
     r_V, m = (r_U, n) if V is None else _numbers(*V.shape)
     if V is None:
         r_U, n = n, r_U
+    kind, blocks, sizes = _svd_plan(U.dtype, n, m, r_U, r_V, form, V is None)
+    return torch.ops.fasth.svd_linear(x, U, sigma, V, bias, signs, kind, blocks, sizes)
+
+
+def _svd_plan(
+    dtype: torch.dtype, n: int, m: int, r_U: int, r_V: int, form: str, shared: bool
+) -> tuple[int, list[int], list[int]]:
+    """The kind of reflectors, the block sizes of U and V, and ``sizes``."""
+    kind = FORMS.index(form)
     U_block, V_block = block_size_by_rule(min(r_U, n)), block_size_by_rule(min(r_V, m))
-    sizes = svd_sizes(U.dtype, n, m, r_U, r_V, kind, U_block, V_block, V is None, _threads())
-    return torch.ops.fasth.svd_linear(x, U, sigma, V, bias, signs, kind, [U_block, V_block], sizes)
+    sizes = svd_sizes(dtype, n, m, r_U, r_V, kind, U_block, V_block, shared, torch.get_num_threads())
+    return kind, [U_block, V_block], sizes
 
 
 def _threads() -> int:
@@ -141,7 +149,7 @@ def _first_above(bound: float) -> int:
 
 
 # What torch.compiler.assume_constant_result does. That would import the compiler whenever fasth is imported.
-_constants: tuple[Any, ...] = (_core_is_there, _threads, householder_sizes, svd_sizes)
+_constants: tuple[Any, ...] = (_core_serves, _threads, householder_sizes, _svd_plan)
 for _constant in _constants:
     _constant._dynamo_marked_constant = True
 
@@ -177,16 +185,6 @@ def _householder(
         Qt, _ = core().householder(_eye(d, x), V, False, *options[1:], kept[d * d :] if keep else False, kind != FULL)
         kept[: d * d].copy_(Qt.flatten()[: kept.numel()])
         out = x @ (Qt.mT if transpose else Qt)
-    return out, kept
-
-
-def _householder_at_once(x: Tensor, V: Tensor, *arguments: Any) -> tuple[Tensor, Tensor] | None:
-    *options, sizes, keep = arguments
-    plain = core().plain_householder(x, V)
-    if not _is_applied(plain, sizes):
-        return None
-    kept = _new_kept(x, _size(sizes, plain[0]) if keep else 0)
-    out, _ = core().householder(x, V, *options, torch.get_num_threads(), kept if keep else False)
     return out, kept
 
 
@@ -227,17 +225,6 @@ def _householder_backward(
                 dQt, Qt, V, kept[d * d :], False, *options[1:], False, True, kind != FULL
             )
     return _result(dx, g), _result(dV, g, V)
-
-
-def _householder_backward_at_once(
-    g: Tensor, out: Tensor, V: Tensor, kept: Tensor, *arguments: Any
-) -> tuple[Tensor, ...] | None:
-    *options, sizes, needs_x, needs_V = arguments
-    plain = core().plain_householder(g, V) if core().plain(out, kept) else None
-    if not _is_applied(plain, sizes):
-        return None
-    threads = torch.get_num_threads()
-    return _none_as_empty(core().householder_backward(g, out, V, kept, *options, threads, needs_x, needs_V), g)
 
 
 def _householder_backward_fake(g: Tensor, out: Tensor, V: Tensor, kept: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -352,17 +339,6 @@ def _svd_linear(
     return torch.nn.functional.linear(x, W if formed is not weight else W.mT, bias), kept
 
 
-def _svd_linear_at_once(*arguments: Any) -> tuple[Tensor, Tensor] | None:
-    *tensors, kind, blocks, sizes, keep = arguments
-    plain = core().plain_svd_linear(*tensors, False)
-    if not _is_applied(plain, sizes):
-        return None
-    kept = _new_kept(tensors[0], _size(sizes, plain[0]) if keep else 0)
-    options = False, kind, *blocks, torch.get_num_threads()
-    out, _ = core().svd_linear(*tensors, *options, kept if keep else False)
-    return out, kept
-
-
 def _svd_linear_fake(
     x: Tensor,
     U: Tensor,
@@ -424,15 +400,6 @@ def _gradients_of_formed(
     return g @ W if needs[0] else None, dU, dsigma, dV, dbias
 
 
-def _svd_linear_backward_at_once(g: Tensor, *arguments: Any) -> tuple[Tensor, ...] | None:
-    *tensors, kept, kind, blocks, sizes, needs = arguments
-    plain = core().plain_svd_linear(*tensors, False) if core().plain(g, kept) else None
-    if not _is_applied(plain, sizes):
-        return None
-    options = False, False, kind, *blocks, torch.get_num_threads()
-    return _none_as_empty(core().svd_linear_backward(g, *tensors, kept, *options, needs), g)
-
-
 def _svd_linear_backward_fake(
     g: Tensor,
     x: Tensor,
@@ -485,18 +452,8 @@ def _eye(n: int, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)
 
 
-def _is_applied(plain: tuple[int, ...] | None, sizes: Sequence[int]) -> bool:
-    """Whether the core takes the arguments as they are, and the rows, counted first, are too few to form the matrix."""
-    return plain is not None and plain[0] < sizes[-1]
-
-
 def _new_kept(x: Tensor, size: int) -> Tensor:
     return core().new_kept(x, size) if size else x.new_empty(0)
-
-
-def _none_as_empty(found: Sequence[Tensor | None], g: Tensor) -> tuple[Tensor, ...]:
-    """Operators have no optional results."""
-    return tuple(g.new_empty(0) if t is None else t for t in found)
 
 
 def _result(t: Tensor | None, g: Tensor, like: Tensor | None = None) -> Tensor:
@@ -535,14 +492,14 @@ registry.define(
     f"(Tensor x, Tensor V, {_HOUSEHOLDER}, bool keep) -> (Tensor, Tensor)",
     _householder,
     _householder_fake,
-    _householder_at_once,
+    at_once=True,
 )
 registry.define(
     "householder_backward",
     f"(Tensor g, Tensor out, Tensor V, Tensor kept, {_HOUSEHOLDER}, bool needs_x, bool needs_V) -> (Tensor, Tensor)",
     _householder_backward,
     _householder_backward_fake,
-    _householder_backward_at_once,
+    at_once=True,
 )
 _derive("householder", f"Tensor x, Tensor V, {_HOUSEHOLDER}", _householder_fake, _Householder)
 
@@ -553,7 +510,7 @@ registry.define(
     f"(Tensor x, {_FACTORS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
     _svd_linear,
     _svd_linear_fake,
-    _svd_linear_at_once,
+    at_once=True,
 )
 registry.define(
     "svd_linear_backward",
@@ -561,6 +518,6 @@ registry.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear_backward,
     _svd_linear_backward_fake,
-    _svd_linear_backward_at_once,
+    at_once=True,
 )
 _derive("svd_linear", f"Tensor x, {_FACTORS}, {_OPTIONS}", _svd_linear_fake, _SVDLinear)
