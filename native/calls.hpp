@@ -76,11 +76,9 @@ template <class T> class Keeping {
     template <class Work> void finish(const Work &work, int kept) const {
         if (!memory.has_memory()) return;
         const Index last = memory.numel() - 1;
-        if (given && clears) work.clear(memory.data<T>(), last, kept);
+        if (given) work.clear(memory.data<T>(), last, kept); // an operator of PyTorch gives back all of it
         memory.data<T>()[last] = T(kept);
     }
-
-    bool clears = true; // memory that was given, where nothing is kept in it: an operator of PyTorch gives back all of it
 
   private:
     bool given, wanted;
@@ -284,7 +282,7 @@ inline std::optional<SVDCall> plain_call(nb::handle x, nb::handle U, nb::handle 
 }
 
 // x Wᵀ + bias, or, if `columns`, W x; and what is kept, as for `householder`.
-inline nb::object multiply(const SVDCall &call, int threads, nb::handle keep, bool clears = true) {
+inline nb::object multiply(const SVDCall &call, int threads, nb::handle keep) {
     const Rows &x = call.x;
     const Tensor &bias = call.bias;
     const SVDFactors &factors = call.factors;
@@ -295,7 +293,6 @@ inline nb::object multiply(const SVDCall &call, int threads, nb::handle keep, bo
         expect(x.width() == factors.m(), "x should be as wide as W");
         const Rows out = x.new_of_width(factors.n());
         Keeping<T> keeping(keep);
-        keeping.clears = clears;
         const Index reflectors = factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0);
         const Index room = 2 * (x.tensor.numel() + reflectors) + work.factors_size() + 33; // rounding, and the last number
         int kept = keeping.plan(work, x.tensor, std::max(room, always_kept));

@@ -36,7 +36,7 @@ struct Sizes {
     std::array<Index, 6> numbers;
     explicit Sizes(nb::handle sizes) : numbers(nb::cast<std::array<Index, 6>>(sizes)) {}
 
-    bool applies(Index rows) const { return rows < numbers[5]; }
+    bool applies(Index rows) const { return rows < numbers[5] && numbers[4] > 0; }
     Index kept(Index rows) const {
         const auto [a, b, c, d, packet, crossover] = numbers;
         return std::min(a + b * round_up(rows, packet), c + d * rows);
@@ -64,7 +64,7 @@ inline nb::object memory_for(const Tensor &x, const Sizes &sizes, Index rows, nb
 inline nb::object householder_forward(const nb::args &a) {
     const auto plain = plain_householder(a[0], a[1]);
     const Sizes sizes(a[5]);
-    if (!plain || !sizes.applies((*plain)[0])) return {};
+    if (!plain || !sizes.applies((*plain)[0]) || !PyBool_Check(a[6].ptr())) return {};
     const Tensor x(a[0]);
     const nb::object keep = memory_for(x, sizes, (*plain)[0], a[6]);
     const int kind = nb::cast<int>(a[3]);
@@ -84,9 +84,9 @@ inline nb::object svd_linear_forward(const nb::args &a) {
     const auto [U_block, V_block] = nb::cast<std::array<Index, 2>>(a[7]);
     const auto call = plain_call(a[0], a[1], a[2], a[3], a[4], a[5], false, nb::cast<int>(a[6]), U_block, V_block);
     const Sizes sizes(a[8]);
-    if (!call || !sizes.applies(call->x.count())) return {};
+    if (!call || !sizes.applies(call->x.count()) || !PyBool_Check(a[9].ptr())) return {};
     const nb::object keep = memory_for(call->x.tensor, sizes, call->x.count(), a[9]);
-    return none_as_empty(multiply(*call, watch.most_threads(), keep, false), call->x.tensor); // nobody reads the rest
+    return none_as_empty(multiply(*call, watch.most_threads(), keep), call->x.tensor);
 }
 
 inline nb::object svd_linear_backward_at_once(const nb::args &a) {
@@ -101,8 +101,8 @@ inline nb::object svd_linear_backward_at_once(const nb::args &a) {
     });
 }
 
-// A weight that a layer keeps for inference, packed, and what it was made of. Operators find it by the layer's number for as
-// long as it lives.
+// A weight that a layer keeps for inference, packed, and what it was made of. Operators find it by the layer's number until
+// it is forgotten.
 class KeptWeight {
   public:
     // `made_of`: (tensor, version, address) for each tensor.
@@ -117,7 +117,8 @@ class KeptWeight {
             panels = std::make_shared<const Panels<float>>(W.size(0), W.size(1), W.data<const float>());
         all()[number] = this;
     }
-    ~KeptWeight() {
+    ~KeptWeight() { forget(); }
+    void forget() {
         const auto found = all().find(number);
         if (found != all().end() && found->second == this) all().erase(found);
     }
@@ -156,6 +157,7 @@ class KeptWeight {
     }
 
     nb::object dense() const {
+        expect(!parts.empty(), "the weight is no more");
         const Tensor like(parts[0].tensor);
         return std::visit(
             [&](const auto &panels) {
@@ -166,6 +168,20 @@ class KeptWeight {
                 return W.object;
             },
             panels);
+    }
+
+    // For the garbage collector: a tensor may refer to a layer that keeps this.
+    static int traverse(PyObject *self, visitproc visit, void *arg) {
+        Py_VISIT(Py_TYPE(self));
+        if (nb::inst_ready(self))
+            for (const Part &part : nb::inst_ptr<KeptWeight>(self)->parts) Py_VISIT(part.tensor.ptr());
+        return 0;
+    }
+    static int clear(PyObject *self) {
+        KeptWeight &weight = *nb::inst_ptr<KeptWeight>(self);
+        weight.forget();
+        std::vector<Part>().swap(weight.parts);
+        return 0;
     }
 
   private:
@@ -225,8 +241,12 @@ class Operator {
         expect(found, "no operator has this name");
     }
     nb::object operator()(const nb::args &arguments, const nb::kwargs &named) const {
-        if (arguments.size() == found->arguments && named.size() == 0 && !watch.anybody())
-            if (nb::object out = found->call(arguments); out.is_valid()) return out;
+        if (arguments.size() == found->arguments && named.size() == 0 && !watch.anybody()) {
+            try {
+                if (nb::object out = found->call(arguments); out.is_valid()) return out;
+            } catch (const std::bad_cast &) { // an argument of another type, of which the dispatcher knows the name
+            }
+        }
         return dispatched(*arguments, **named);
     }
 

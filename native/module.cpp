@@ -33,6 +33,10 @@ void connect_graphs(nb::object watchers, nb::object forward_mode, nb::object thr
     watch = {std::move(watchers), std::move(forward_mode), std::move(threads)};
 }
 
+PyType_Slot kept_weight_slots[] = {{Py_tp_traverse, reinterpret_cast<void *>(&KeptWeight::traverse)},
+                                   {Py_tp_clear, reinterpret_cast<void *>(&KeptWeight::clear)},
+                                   {0, nullptr}};
+
 // Whether the module was made before, and its classes with it. Then they are this one's, too.
 template <class T> bool known(nb::module_ &m, const char *name) {
     const nb::handle type = nb::type<T>();
@@ -74,9 +78,10 @@ NB_MODULE(FASTH_MODULE, m) {
     if (!known<Operator>(m, "Operator"))
         nb::class_<Operator>(m, "Operator").def(nb::init<const std::string &, nb::object>()).def("__call__", &Operator::operator());
     if (!known<KeptWeight>(m, "KeptWeight"))
-        nb::class_<KeptWeight>(m, "KeptWeight")
+        nb::class_<KeptWeight>(m, "KeptWeight", nb::type_slots(kept_weight_slots))
             .def(nb::init<std::int64_t, nb::handle, const nb::sequence &>())
             .def("linear", &KeptWeight::linear_or_none, some, any, some)
-            .def("dense", &KeptWeight::dense);
+            .def("dense", &KeptWeight::dense)
+            .def("forget", &KeptWeight::forget);
     nb::set_leak_warnings(false); // at exit, torch and Python unload in an order that no module can influence
 }

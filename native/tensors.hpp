@@ -187,7 +187,7 @@ class Tensor {
         view.strides = numbers.data() + view.ndim;
         view.device.device_type = nb::cast<bool>(object.attr("is_cpu")) ? nb::device::cpu::value : -1;
         view.dtype.code = dtype.ptr() == torch.float32 || dtype.ptr() == torch.float64 ? floating : 0;
-        view.dtype.bits = dtype.ptr() == torch.float64 ? 64 : 32;
+        view.dtype.bits = std::uint8_t(8 * nb::cast<int>(dtype.attr("itemsize")));
         view.data = reinterpret_cast<void *>(nb::cast<std::uintptr_t>(call(data_ptr, object)));
     }
 };

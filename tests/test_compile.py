@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -229,7 +231,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def way_of(*arguments, **named) -> str:
-    """Which way an operator of two arguments takes that do not matter to it."""
+    """Which way an operator takes: to the core, or to PyTorch's dispatcher."""
     operator = native.core().Operator("householder_forward", lambda *arguments, **named: "dispatched")
     out = operator(*arguments, **named)
     return out if out == "dispatched" else "at once"
@@ -258,6 +260,22 @@ def test_a_kernel_is_called_at_once_where_nobody_watches():
     assert ways.all()
     with pytest.raises(ValueError, match="no operator"):
         native.core().Operator("another", print)
+
+
+@has_core
+@torch.no_grad()
+def test_arguments_that_are_not_the_commonest_are_left_to_the_dispatcher():
+    x, V, *options, sizes = householder_arguments(torch.randn(3, 8), torch.randn(4, 8), False, 0, 4)
+    for wrong in (sizes[:5], "abc", [*sizes[:4], 0, sizes[5]], [0.5] * 6):
+        assert way_of(x, V, *options, wrong, False) == "dispatched"
+    assert way_of(x, V, *options, sizes, 1) == "dispatched"
+    assert way_of(x, V, "no", *options[1:], sizes, False) == "dispatched"
+    tensors = detached(svd_arguments((5,), 24, 40, "compact"))
+    operator = native.core().Operator("svd_linear_forward", lambda *arguments: "dispatched")
+    for i, wrong in ((6, "no"), (7, [1]), (8, None), (9, None)):
+        arguments = [*tensors, True]
+        arguments[i] = wrong
+        assert operator(*arguments) == "dispatched"
 
 
 def dispatched(operator, *arguments):
@@ -485,6 +503,13 @@ def test_the_weight_that_a_graph_keeps_is_found_by_its_tensors():
             assert not layer._kept_for_graphs.is_made_of(made_of)
 
 
+def kept_by(layer: nn.Module) -> object:
+    with torch.no_grad():
+        for _ in range(2):
+            weight = layer.kept_weight_of(layer._own())
+    return weight
+
+
 packs = pytest.mark.skipif(
     native.core() is None or native.core().isa == "baseline", reason="weights are packed for a core with AVX2 at least"
 )
@@ -562,6 +587,44 @@ def test_a_packed_weight_is_found_without_its_layer_until_it_changes(monkeypatch
 
 
 @packs
+@torch.no_grad()
+def test_a_packed_weight_that_somebody_holds_is_forgotten_with_the_others():
+    layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(7, 12)
+    arguments = x, layer._own(), layer.bias, layer._number, 10
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=True)
+    for change in (lambda: (layer.sigma.data.mul_(2), layer.eval()), optimizer.step):  # which no version shows
+        held = kept_by(layer)
+        change()
+        torch.testing.assert_close(torch.ops.fasth.kept_linear.default(*arguments), layer._multiply(x))
+        assert not isinstance(held, torch.Tensor)
+
+
+@packs
+@torch.no_grad()
+def test_a_layer_that_its_parameters_refer_to_is_collected():
+    layer = fnn.LinearSVD(12, 10).eval()
+    kept_by(layer)
+    layer.sigma.owner = layer
+    gone = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert gone() is None
+
+
+@packs
+@torch.no_grad()
+def test_forward_mode_passes_a_packed_weight():
+    layer, x, t = fnn.LinearSVD(12, 10).eval(), torch.randn(7, 12), torch.randn(7, 12)
+    kept_by(layer)
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(x, t)
+        out = torch.ops.fasth.kept_linear.default(dual, layer._own(), layer.bias, layer._number, 10)
+        torch.testing.assert_close(fwAD.unpack_dual(out).tangent, t @ layer.weight.mT)
+
+
+@packs
 def test_threads_multiply_by_a_packed_weight(set_threads):
     layer, x = fnn.LinearSVD(300, 200).eval(), torch.randn(300, 300)
     arguments = x, layer._own(), layer.bias, layer._number, 200
@@ -571,13 +634,6 @@ def test_threads_multiply_by_a_packed_weight(set_threads):
             set_threads(threads)
             for _ in range(3):
                 torch.testing.assert_close(torch.ops.fasth.kept_linear.default(*arguments), expected)
-
-
-def kept_by(layer: nn.Module) -> object:
-    with torch.no_grad():
-        for _ in range(2):
-            weight = layer.kept_weight_of(layer._own())
-    return weight
 
 
 def test_a_weight_is_not_packed_where_that_would_not_serve():

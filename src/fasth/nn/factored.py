@@ -134,7 +134,7 @@ class Factored(nn.Module):
         return layer.weight
 
     def _keep_weight(self, place: str) -> Any:
-        self.__dict__[place] = None
+        self._forget_in(place)
         if self.training or native.watched() or self._gathered():
             return None
         parameters, buffers = (_records(tensors, self._made_of) for tensors in (self._parameters, self._buffers))
@@ -162,7 +162,15 @@ class Factored(nn.Module):
         return "_is_fsdp_managed_module" in self.__dict__ or bool(self._load_state_dict_pre_hooks)
 
     def _forget(self) -> None:
-        self._kept = self._kept_for_graphs = self._seen_by_graphs = None
+        self._forget_in("_kept")
+        self._forget_in("_kept_for_graphs")
+        self._seen_by_graphs = None
+
+    def _forget_in(self, place: str) -> None:
+        found: Kept | None = self.__dict__.get(place)
+        if found is not None:
+            kept.forget(found.weight)
+        self.__dict__[place] = None
 
     def train(self: Self, mode: bool = True) -> Self:
         self._forget()

@@ -53,13 +53,19 @@ def usable(number: Tensor, made_of: Sequence[Tensor | None]) -> bool:
 def packed(weight: Tensor, number: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
     """The weight as ``_linear`` multiplies by it fastest: packed, or as it is.
 
-    ``made_of``: tensors with their versions and addresses. As long as they stay the same, and the packed weight lives,
-    graphs find it without asking the layer of this number.
+    ``made_of``: tensors with their versions and addresses. As long as they stay the same, and until it is forgotten,
+    graphs find the packed weight without asking the layer of this number.
     """
     core = native.core()
     # Narrow registers would gain nothing: without AVX2 the library that F.linear calls has wider ones at times.
     serves = core is not None and core.isa != "baseline" and core.plain(weight) and _is_exact()
     return core.KeptWeight(int(number), weight, made_of) if serves else weight
+
+
+def forget(weight: Any) -> None:
+    """Graphs are to find it no more, whoever else may hold it: a traceback does."""
+    if not isinstance(weight, Tensor):
+        weight.forget()
 
 
 def _is_exact() -> bool:
@@ -84,8 +90,9 @@ def _linear(x: Tensor, made_of: Sequence[Tensor], bias: Tensor | None, number: T
     weight = _keepers[int(number)].kept_weight_of(made_of)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    out = weight.linear(x, bias, torch.get_num_threads())
-    return F.linear(x, weight.dense(), bias) if out is None else out  # an error that says so, or a bias to broadcast
+    out = None if native.watched() else weight.linear(x, bias, torch.get_num_threads())
+    # F.linear has an error that says so, a bias to broadcast, or a tangent.
+    return F.linear(x, weight.dense(), bias) if out is None else out
 
 
 def _linear_fake(

@@ -27,7 +27,7 @@ from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, side
 
 _KINDS = (FULL, TRIANGULAR, COMPACT)
 _NEVER = 1 << 62
-ALWAYS_KEPT = 1 << 18  # as in native/module.cpp
+ALWAYS_KEPT = 1 << 18  # as in native/calls.hpp
 
 
 # A graph is called again while all that its making looked at is the same, and looking again takes time: every global
