@@ -4,7 +4,7 @@ Whether a kept weight is still that of its parameters shows only when a graph ru
 which asks the layer. A graph serves every layer of its kind, as it does with ``nn.Linear``, so the layer is an
 argument: a tensor with its number. On the CPU only: elsewhere a graph may be recorded and replayed without asking.
 
-A weight that is only multiplied by is packed for the compiled core, which then multiplies faster than F.linear does.
+A weight that is only multiplied by is packed for the compiled core, which multiplies few rows faster than F.linear.
 """
 
 from __future__ import annotations
