@@ -55,13 +55,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"compiled over eager, {options.depth} layers with ReLU between them, {torch.get_num_threads()} threads")
     print(f"{'d':>5} {'':>10}", *(f"{name:>17}" for name in LAYERS))
     for d in options.sizes:
-        x = torch.randn(32, d)
+        x = torch.randn(options.rows, d)
         for name, run, training in (("training", step, True), ("inference", inference, False)):
             models = [network(layer, d, options.depth).train(training) for layer in LAYERS.values()]
             found = [ratio(run, model, x, options.rounds) for model in models]

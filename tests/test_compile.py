@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fasth.nn as fnn
 from fasth import spectrum
+from fasth.nn.factored import tensors_of
 from fasth.reflections import FORMS, SVD_COMPOSED, blocked, householder, native, ops
 
 has_core = pytest.mark.skipif(native.core() is None, reason="no compiled core is built, or FASTH_CORE is off")
@@ -494,7 +495,7 @@ def test_the_weight_that_a_graph_keeps_is_found_by_its_tensors():
     layers = fnn.LinearSVD(12, 10), fnn.LinearOrthogonal(12, 10), fnn.RNNSVD(4, 6, num_layers=2)
     for layer in layers:
         layer.eval()
-        made_of = layer._own()
+        made_of = tensors_of(layer)
         with torch.no_grad():
             for _ in range(2):
                 layer.kept_weight_of(made_of)
@@ -506,7 +507,7 @@ def test_the_weight_that_a_graph_keeps_is_found_by_its_tensors():
 def kept_by(layer: nn.Module) -> object:
     with torch.no_grad():
         for _ in range(2):
-            weight = layer.kept_weight_of(layer._own())
+            weight = layer.kept_weight_of(tensors_of(layer))
     return weight
 
 
@@ -524,7 +525,7 @@ def test_a_weight_is_packed_for_graphs(shape, bias, precise):
     layer = fnn.LinearSVD(m, n, bias=bias, dtype=precise).eval()
 
     def linear(x):
-        return torch.ops.fasth.kept_linear.default(x, layer._own(), layer.bias, layer._number, n)
+        return torch.ops.fasth.kept_linear.default(x, tensors_of(layer), layer.bias, layer._number, n)
 
     rows = [torch.randn(m), torch.randn(0, m), torch.randn(1, m), torch.randn(2, 3, m), torch.randn(m, 40).mT]
     for x in (*rows, torch.randn(1, m).expand(5, m), torch.randn(300, m), torch.randn(7, 2 * m)[:, ::2]):
@@ -534,7 +535,7 @@ def test_a_weight_is_packed_for_graphs(shape, bias, precise):
             torch.testing.assert_close(out, layer(x))
             assert out.is_contiguous()
     assert isinstance(layer._kept_for_graphs.weight, native.core().KeptWeight)
-    weight = torch.ops.fasth.kept_weight(layer._own(), layer._number, [n, m])
+    weight = torch.ops.fasth.kept_weight(tensors_of(layer), layer._number, [n, m])
     torch.testing.assert_close(weight, layer.weight)
 
 
@@ -543,7 +544,7 @@ def test_a_weight_is_packed_for_graphs(shape, bias, precise):
 def test_what_does_not_fit_a_packed_weight_is_as_with_f_linear():
     layer, x = fnn.LinearOrthogonal(12, 10).eval(), torch.randn(7, 12)
     linear = torch.ops.fasth.kept_linear.default
-    arguments = layer._own(), layer.bias, layer._number, 10
+    arguments = tensors_of(layer), layer.bias, layer._number, 10
     for _ in range(3):
         expected = linear(x, *arguments)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -551,7 +552,8 @@ def test_what_does_not_fit_a_packed_weight_is_as_with_f_linear():
     with pytest.raises(RuntimeError, match="dtype"):
         linear(x.double(), *arguments)
     torch.testing.assert_close(
-        linear(x, layer._own(), layer.bias[:1], layer._number, 10), linear(x, *arguments) - layer.bias + layer.bias[0]
+        linear(x, tensors_of(layer), layer.bias[:1], layer._number, 10),
+        linear(x, *arguments) - layer.bias + layer.bias[0],
     )
     for alike in (ALL_BUT_PLAIN["negative"], ALL_BUT_PLAIN["subclass"]):
         torch.testing.assert_close(torch.as_tensor(linear(alike(x), *arguments)).as_subclass(torch.Tensor), expected)
@@ -561,7 +563,7 @@ def test_what_does_not_fit_a_packed_weight_is_as_with_f_linear():
 @torch.no_grad()
 def test_a_packed_weight_is_found_without_its_layer_until_it_changes(monkeypatch):
     layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(7, 12)
-    arguments = x, layer._own(), layer.bias, layer._number, 10
+    arguments = x, tensors_of(layer), layer.bias, layer._number, 10
     expected = [torch.ops.fasth.kept_linear.default(*arguments) for _ in range(3)][-1]
     asked = []
     of = type(layer).kept_weight_of
@@ -576,11 +578,11 @@ def test_a_packed_weight_is_found_without_its_layer_until_it_changes(monkeypatch
     ):
         change()
         asked.clear()
-        arguments = x, layer._own(), layer.bias, layer._number, 10
+        arguments = x, tensors_of(layer), layer.bias, layer._number, 10
         for _ in range(3):
             torch.testing.assert_close(torch.ops.fasth.kept_linear.default(*arguments), layer(x))
         assert 1 <= len(asked) <= 2  # kept then
-    others = [p.clone() for p in layer._own()]
+    others = [p.clone() for p in tensors_of(layer)]
     asked.clear()
     torch.testing.assert_close(torch.ops.fasth.kept_linear.default(x, others, *arguments[2:]), layer(x))
     assert asked
@@ -590,7 +592,7 @@ def test_a_packed_weight_is_found_without_its_layer_until_it_changes(monkeypatch
 @torch.no_grad()
 def test_a_packed_weight_that_somebody_holds_is_forgotten_with_the_others():
     layer, x = fnn.LinearSVD(12, 10).eval(), torch.randn(7, 12)
-    arguments = x, layer._own(), layer.bias, layer._number, 10
+    arguments = x, tensors_of(layer), layer.bias, layer._number, 10
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=True)
@@ -620,14 +622,14 @@ def test_forward_mode_passes_a_packed_weight():
     kept_by(layer)
     with fwAD.dual_level():
         dual = fwAD.make_dual(x, t)
-        out = torch.ops.fasth.kept_linear.default(dual, layer._own(), layer.bias, layer._number, 10)
+        out = torch.ops.fasth.kept_linear.default(dual, tensors_of(layer), layer.bias, layer._number, 10)
         torch.testing.assert_close(fwAD.unpack_dual(out).tangent, t @ layer.weight.mT)
 
 
 @packs
 def test_threads_multiply_by_a_packed_weight(set_threads):
     layer, x = fnn.LinearSVD(300, 200).eval(), torch.randn(300, 300)
-    arguments = x, layer._own(), layer.bias, layer._number, 200
+    arguments = x, tensors_of(layer), layer.bias, layer._number, 200
     with torch.no_grad():
         expected = layer(x)
         for threads in (1, 2, 3, 7):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fasth.nn import kept
+from fasth.nn.kept import usable as usable_in_graph
 from fasth.reflections import native
 
 Self = TypeVar("Self", bound="Factored")
@@ -93,19 +94,8 @@ class Factored(nn.Module):
 
     def _weight_in_graph(self) -> Tensor | None:
         """The kept weight where a graph may ask for it when it runs. Else None, and it is made in the graph."""
-        made_of = self._makes_in_graph()
+        made_of = made_of_in_graph(self)
         return None if made_of is None else torch.ops.fasth.kept_weight(made_of, self._number, self._weight_shape())
-
-    def _makes_in_graph(self) -> list[Tensor] | None:
-        """What the weight is made of, if a graph in the making may ask for the kept one."""
-        if self.training or self._gathered():
-            return None
-        made_of = self._own()
-        return made_of if kept.usable(self._number, made_of) else None  # type: ignore[return-value]  # none is None
-
-    def _own(self) -> list[Tensor | None]:
-        """The tensors of ``_made_of``; None for one that is computed, as after pruning."""
-        return [self._parameters.get(name, self._buffers.get(name)) for name in self._made_of]
 
     def _weight_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
@@ -122,7 +112,7 @@ class Factored(nn.Module):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.kept_weight_of(made_of)
-        if all(t is u or (t is not None and _same(t, u)) for t, u in zip(self._own(), made_of, strict=True)):
+        if all(t is u or (t is not None and _same(t, u)) for t, u in zip(tensors_of(self), made_of, strict=True)):
             seen, self._seen_by_graphs = self._seen_by_graphs, _versions(made_of)
             weight = self._weight_in("_kept_for_graphs") if seen == self._seen_by_graphs else self.weight
             if weight is not None:
@@ -135,7 +125,7 @@ class Factored(nn.Module):
 
     def _keep_weight(self, place: str) -> Any:
         self._forget_in(place)
-        if self.training or native.watched() or self._gathered():
+        if self.training or native.watched() or _gathered(self):
             return None
         parameters, buffers = (_records(tensors, self._made_of) for tensors in (self._parameters, self._buffers))
         if len(parameters) + len(buffers) < len(self._made_of):
@@ -155,11 +145,6 @@ class Factored(nn.Module):
     def _for_graphs(self, weight: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
         """The dense weight as ``fasth::kept_linear`` or ``fasth::kept_weight`` takes it, of these tensors."""
         return weight
-
-    def _gathered(self) -> bool:
-        """Whether FSDP refills the parameters for each call: same tensors and versions, and at times same addresses."""
-        # The flag is that of fully_shard and of its predecessor; replicate, which works likewise, sets hooks only.
-        return "_is_fsdp_managed_module" in self.__dict__ or bool(self._load_state_dict_pre_hooks)
 
     def _forget(self) -> None:
         self._forget_in("_kept")
@@ -319,6 +304,28 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 def _same(t: Tensor, u: Tensor) -> bool:
     """Whether both are the same numbers in the same memory."""
     return (t.data_ptr(), t.dtype, t.shape, t.stride()) == (u.data_ptr(), u.dtype, u.shape, u.stride())
+
+
+# Functions, where methods would do: a graph would look for each of those in every class of every layer, at every call.
+
+
+def made_of_in_graph(layer: Factored) -> list[Tensor] | None:
+    """What the weight is made of, if a graph in the making may ask for the kept one."""
+    if layer.training or _gathered(layer):
+        return None
+    made_of = tensors_of(layer)
+    return made_of if usable_in_graph(layer._number, made_of) else None  # type: ignore[return-value]  # none is None
+
+
+def tensors_of(layer: Factored) -> list[Tensor | None]:
+    """The tensors of ``_made_of``; None for one that is computed, as after pruning."""
+    return [layer._parameters.get(name, layer._buffers.get(name)) for name in layer._made_of]
+
+
+def _gathered(layer: Factored) -> bool:
+    """Whether FSDP refills the parameters for each call: same tensors and versions, and at times same addresses."""
+    # The flag is that of fully_shard and of its predecessor; replicate, which works likewise, sets hooks only.
+    return "_is_fsdp_managed_module" in layer.__dict__ or bool(layer._load_state_dict_pre_hooks)
 
 
 def in_dtype_of(parameter: Tensor, buffer: Tensor) -> Tensor:

@@ -51,21 +51,16 @@ class SVDFactors(Factored):
     @property
     def svd(self) -> SVD:
         """W = U Σ Vᵀ as its factors, differentiable."""
-        U, sigma, V = self._factors()
+        U, sigma, V = factors_of(self)
         signs = in_dtype_of(sigma, self.signs)
         if V is None:
             return SVD.of_shared(U, sigma, signs)
         U_signs, V_signs = signs.unbind()
         return SVD(Orthogonal(U, form=self.form, signs=U_signs), sigma, Orthogonal(V, form=self.form, signs=V_signs))
 
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
-        sigma = self.spectrum(self.sigma)
-        return (self.reflectors, sigma, None) if self.form == "compact" else (self.U, sigma, self.V)
-
     def _matrix(self) -> Tensor:
         """W: (n, m)."""
-        U, sigma, V = self._factors()
+        U, sigma, V = factors_of(self)
         return svd_dense(U, sigma, V, signs=in_dtype_of(sigma, self.signs), form=self.form)
 
     def _reset_factors(self) -> None:
@@ -95,6 +90,12 @@ class SVDFactors(Factored):
         else:
             self._write(U=expanded(U), V=expanded(V))
         self._write(sigma=self.spectrum.inverse(sigma), signs=signs)
+
+
+def factors_of(layer: SVDFactors) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
+    sigma = layer.spectrum(layer.sigma)
+    return (layer.reflectors, sigma, None) if layer.form == "compact" else (layer.U, sigma, layer.V)
 
 
 def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fasth.reflections import native, registry
 from fasth.reflections.blocked import is_exporting
@@ -40,14 +41,16 @@ def register(layer: Keeper) -> Tensor:
 
 def usable(number: Tensor, made_of: Sequence[Tensor | None]) -> bool:
     """Whether a graph in the making may ask for the weight when it runs."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        and not is_exporting()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._is_any_autocast_enabled()
-        and type(number) is Tensor
-        and all(t is not None and type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu for t in made_of)
-    )
+    kinds = [(type(t), t is not None and t.is_cpu) for t in (number, *made_of)]
+    return is_dynamo_compiling() and _may_be_asked_for(kinds)
+
+
+@registry.constant_in_graphs
+def _may_be_asked_for(kinds: Sequence[tuple[type, bool]]) -> bool:
+    for kind, on_cpu in kinds:
+        if not (on_cpu and kind in native.PLAIN):
+            return False
+    return not (is_exporting() or torch._C._are_functorch_transforms_active() or torch._C._is_any_autocast_enabled())
 
 
 def packed(weight: Tensor, number: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
@@ -109,3 +112,5 @@ registry.define(
     _linear_fake,
     at_once=True,
 )
+
+linear = torch.ops.fasth.kept_linear

@@ -7,15 +7,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from fasth import spectrum as spectra
 from fasth.nn import kept
-from fasth.nn.factored import Factored, at_least_one, in_dtype_of, one_of
-from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, of_orthogonal, spectrum_or_free
+from fasth.nn.factored import Factored, at_least_one, in_dtype_of, made_of_in_graph, one_of
+from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, factors_of, of_orthogonal, spectrum_or_free
+from fasth.nn.kept import linear as kept_linear
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
-from fasth.reflections import svd_dense, svd_linear
+from fasth.reflections import autocast_on, svd_dense, svd_linear
 
 Self = TypeVar("Self", bound="_Linear")
 
@@ -32,7 +34,7 @@ class _Linear(Factored):
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._forward_in_graph(x)
         weight = self._kept_weight()
         if weight is None:
@@ -40,10 +42,10 @@ class _Linear(Factored):
         return F.linear(x, weight, self._parameters["bias"] if "bias" in self._parameters else self.bias)
 
     def _forward_in_graph(self, x: Tensor) -> Tensor:
-        made_of = None if torch.is_grad_enabled() else self._makes_in_graph()
+        made_of = None if is_grad_enabled() else made_of_in_graph(self)
         if made_of is None or x.dtype != made_of[0].dtype:
             return _as_autocast(self._multiply(x))
-        return torch.ops.fasth.kept_linear(x, made_of, self.bias, self._number, self.out_features)
+        return kept_linear(x, made_of, self.bias, self._number, self.out_features)
 
     def _for_graphs(self, weight: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
         return kept.packed(weight, self._number, made_of)
@@ -151,7 +153,7 @@ class LinearSVD(_Linear, SVDFactors):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        U, sigma, V = self._factors()
+        U, sigma, V = factors_of(self)
         return svd_linear(x, U, sigma, V, self.bias, signs=in_dtype_of(sigma, self.signs), form=self.form)
 
     @property
@@ -355,6 +357,6 @@ def _initial(like: Tensor, init: str) -> tuple[Tensor, Tensor]:
 def _as_autocast(out: Tensor) -> Tensor:
     """``out`` in the dtype that autocast gives to F.linear's. The reflections are computed without it."""
     device = out.device.type
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device) and out.dtype != torch.float64:
+    if autocast_on(device) and out.dtype != torch.float64:
         return out.to(torch.get_autocast_dtype(device))
     return out

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fasth.reflections import blocked, native, native_svd, ops, tuned
 from fasth.reflections.native import FORMS
+from fasth.reflections.ops import svd_linear as svd_linear_operator
+from fasth.reflections.ops import usable as usable_in_graph
+from fasth.reflections.registry import constant_in_graphs
 from fasth.reflections.tuning import (
     block_size_or_form,
     block_sizes_or_form,
@@ -67,7 +71,7 @@ def householder(
         if out is not None:
             return out
     _check(x, V, block_size)
-    if _autocast(x):
+    if autocast_on(x.device.type):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
         with torch.autocast(x.device.type, enabled=False):
             return _householder(x.to(V.dtype), V, transpose, triangular, block_size)
@@ -128,7 +132,7 @@ def svd_linear(
     Returns:
         (*, n).
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _svd_in_graph(x, U, sigma, V, bias, signs, form, columns)
     if _core_at_once():  # the shortest way, for small steps
         sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs, bool(columns))
@@ -141,7 +145,7 @@ def svd_linear(
     if columns:
         return svd_linear(x.mT, U, sigma, V, bias, signs=signs, form=form).mT
     n, m = _check_svd(x, U, sigma, V, bias, signs)
-    if _autocast(x):
+    if autocast_on(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
     sides = sides_of(len(U), 1 if V is None else len(V))
@@ -164,11 +168,11 @@ def _svd_in_graph(
     if columns:
         return _svd_in_graph(x.mT, U, sigma, V, bias, signs, form, False).mT
     _check_svd(x, U, sigma, V, bias, signs)
-    if _autocast(x):
+    if autocast_on(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return _svd_in_graph(x.to(U.dtype), U, sigma, V, bias, signs, form, False)
-    if ops.usable(x, U, sigma, V, bias, signs):
-        return ops.svd_linear(x, U, sigma, V, bias, signs, form)
+    if usable_in_graph(x, U, sigma, V, bias, signs):
+        return svd_linear_operator(x, U, sigma, V, bias, signs, form)
     return _svd_composed(x, U, sigma, V, bias, signs, form=form)
 
 
@@ -270,7 +274,7 @@ def _core_for(x: Tensor, V: Tensor) -> Callable[..., Tensor] | None:
     """The compiled core, called at once or from the graph that is being made; None where it does not serve."""
     if native.usable(x, V):
         return native.householder
-    return ops.householder if ops.usable(x, V) else None
+    return ops.householder if usable_in_graph(x, V) else None
 
 
 def _at_once(x: Tensor, V: Tensor, transpose: bool, kind: int) -> Tensor | None:
@@ -305,7 +309,7 @@ def _check(x: Tensor, V: Tensor, block_size: int | None) -> None:
     if x.dtype not in _DTYPES or V.dtype not in _DTYPES:
         name, wrong = ("V", V) if x.dtype in _DTYPES else ("x", x)
         raise TypeError(f"`{name}` should be float32, float64, bfloat16 or float16; got {wrong.dtype}")
-    if x.dtype != V.dtype and not _autocast(x):
+    if x.dtype != V.dtype and not autocast_on(x.device.type):
         raise TypeError(f"`x` and `V` should have one dtype; got {x.dtype} and {V.dtype}")
     if block_size is not None:
         if not isinstance(block_size, int) or isinstance(block_size, bool):
@@ -324,7 +328,7 @@ def _check_svd(
     tensors = [t for t in (x, U, sigma, V, bias, signs) if t is not None]
     dtype, device = sigma.dtype, sigma.device
     for t in tensors:
-        if (t.dtype is not dtype and not (t is x and _autocast(x))) or t.device != device:
+        if (t.dtype is not dtype and not (t is x and autocast_on(x.device.type))) or t.device != device:
             got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
             raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
     k = sigma.shape[0]
@@ -355,8 +359,10 @@ def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     return rows, V.expand(*batch, -1, -1).reshape(B, V.shape[-2], d), shape
 
 
-def _autocast(t: Tensor) -> bool:
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(t.device.type)
+@constant_in_graphs
+def autocast_on(device: str) -> bool:
+    """Whether autocast is to choose the dtype of products on devices of this type. Graphs follow that by themselves."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device)
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from fasth.reflections import native, native_svd, registry
 from fasth.reflections.blocked import is_exporting
-from fasth.reflections.native import COMPACT, DTYPES, FORMS, FULL, TRIANGULAR, core
+from fasth.reflections.native import COMPACT, DTYPES, FORMS, FULL, PLAIN, TRIANGULAR, core
+from fasth.reflections.registry import constant_in_graphs
 from fasth.reflections.tuning import block_size_by_rule, crossover_by_rule, sides_of
 
 _KINDS = (FULL, TRIANGULAR, COMPACT)
@@ -30,21 +32,18 @@ _NEVER = 1 << 62
 ALWAYS_KEPT = 1 << 18  # as in native/calls.hpp
 
 
-# A graph is called again while all that its making looked at is the same, and looking again takes time: every global
-# name, function and attribute counts. So what depends on nothing but numbers is asked of a few functions that are taken
-# for constants, whatever they look at themselves.
-
-
 def usable(*tensors: Tensor | None) -> bool:
     """Whether a graph in the making may call the core for these: float32 or float64 on the CPU, and no transform."""
-    for t in tensors:
-        if t is not None and not (t.is_cpu and t.dtype in DTYPES and type(t) in native.PLAIN):
-            return False
-    return torch.compiler.is_dynamo_compiling() and _core_serves() and forward_ad._current_level < 0
+    kinds = [(type(t), t.dtype, t.is_cpu) for t in tensors if t is not None]
+    return is_dynamo_compiling() and _core_takes(kinds) and forward_ad._current_level < 0
 
 
-def _core_serves() -> bool:
+@constant_in_graphs
+def _core_takes(kinds: list[tuple[type, torch.dtype, bool]]) -> bool:
     """Not while exporting: an exported program should run where fasth and its core are not."""
+    for kind, dtype, on_cpu in kinds:
+        if not (on_cpu and dtype in DTYPES and kind in PLAIN):
+            return False
     return not is_exporting() and not torch._C._are_functorch_transforms_active() and core() is not None
 
 
@@ -52,7 +51,7 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, kind: int, block_size:
     """``native.householder`` for a graph in the making."""
     r, d, block_size = _numbers(*V.shape[-2:], block_size)
     sizes = householder_sizes(V.dtype, r, d, kind, block_size, V.ndim == 3, _threads())
-    return torch.ops.fasth.householder(x, V, transpose, kind, block_size, sizes)
+    return _householder_operator(x, V, transpose, kind, block_size, sizes)
 
 
 def svd_linear(
@@ -70,9 +69,10 @@ def svd_linear(
     if V is None:
         r_U, n = n, r_U
     kind, blocks, sizes = _svd_plan(U.dtype, n, m, r_U, r_V, form, V is None)
-    return torch.ops.fasth.svd_linear(x, U, sigma, V, bias, signs, kind, blocks, sizes)
+    return _svd_linear_operator(x, U, sigma, V, bias, signs, kind, blocks, sizes)
 
 
+@constant_in_graphs
 def _svd_plan(
     dtype: torch.dtype, n: int, m: int, r_U: int, r_V: int, form: str, shared: bool
 ) -> tuple[int, list[int], list[int]]:
@@ -83,6 +83,7 @@ def _svd_plan(
     return kind, [U_block, V_block], sizes
 
 
+@constant_in_graphs
 def _threads() -> int:
     return torch.get_num_threads()
 
@@ -98,6 +99,7 @@ def _numbers(*sizes: int) -> list[int]:
 # crossover on the matrix is formed.
 
 
+@constant_in_graphs
 def householder_sizes(
     dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, batched: bool, threads: int
 ) -> list[int]:
@@ -146,12 +148,6 @@ def _size(sizes: Sequence[int], rows: Any) -> Any:
 
 def _first_above(bound: float) -> int:
     return _NEVER if math.isinf(bound) else math.floor(bound) + 1
-
-
-# What torch.compiler.assume_constant_result does. That would import the compiler whenever fasth is imported.
-_constants: tuple[Any, ...] = (_core_serves, _threads, householder_sizes, _svd_plan)
-for _constant in _constants:
-    _constant._dynamo_marked_constant = True
 
 
 # x Qᵀ.
@@ -521,3 +517,5 @@ registry.define(
     at_once=True,
 )
 _derive("svd_linear", f"Tensor x, {_FACTORS}, {_OPTIONS}", _svd_linear_fake, _SVDLinear)
+
+_householder_operator, _svd_linear_operator = torch.ops.fasth.householder, torch.ops.fasth.svd_linear

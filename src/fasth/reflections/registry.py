@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fasth.reflections import native
 
 _library = torch.library.Library("fasth", "DEF")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Marks a function of constants: a graph in the making calls it, and keeps the result.
+
+    Graphs are called again while all that their making looked at is the same, and to look again takes time: every
+    global name, function, method and attribute on the way counts, and a name that two modules know counts most. What a
+    marked function looks at does not count. So it may only look at what does not change, or what graphs follow anyway.
+    """
+    # As torch.compiler.assume_constant_result does. That would import the compiler whenever fasth is imported.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def define(
