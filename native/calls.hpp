@@ -111,6 +111,14 @@ template <class Work> nb::object with_saved(const Work &work) {
     }
 }
 
+// How much may be kept of so many numbers in x and in the reflectors. These and the output are kept anyway: as much again;
+// for a weight twice that, and whatever is little.
+template <class T> Index room_for(const Reflection<T> &, Index x, Index reflectors) { return x + reflectors; }
+constexpr Index always_kept = Index(1) << 18; // as in ops.py
+template <class T> Index room_for(const Weight<T> &work, Index x, Index reflectors) {
+    return std::max(2 * (x + reflectors) + work.factors_size() + 33, always_kept); // rounding, and the last number
+}
+
 // The output, and what is kept, a tensor or None. `keep`: a tensor to keep it in, or whether to keep it. `of_identity`:
 // whether x are the first rows of the identity, to form Qᵀ. That saves a third of both passes, and x has no gradient.
 inline nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int kind, Index k, int threads, nb::handle keep,
@@ -121,7 +129,7 @@ inline nb::object householder(nb::handle x_, nb::handle V_, bool transpose, int 
         const Reflection<T> work = reflection<T>(x, V, transpose, kind, k, threads, of_identity);
         const Tensor out = x.new_rows();
         Keeping<T> keeping(keep);
-        int kept = keeping.plan(work, x, x.numel() + V.numel()); // V and the output are kept anyway: as much again
+        int kept = keeping.plan(work, x, room_for(work, x.numel(), V.numel()));
         const auto rows = batch_of<const T>(x, V.dims()), reflectors = batch_of<const T>(V, V.dims());
         {
             nb::gil_scoped_release release;
@@ -159,9 +167,10 @@ inline nb::object householder_backward(nb::handle g_, nb::handle out_, nb::handl
     });
 }
 
-// How much is kept of each matrix, without the rows after every block; and with them, by a team of so many members: for no
-// rows, and for each row besides, of which there are whole packets at most. `longest`: of all reflectors of a weight.
-inline std::tuple<Index, Index, Index, Index> kept_sizes(Index r, Index d, Index longest, int kind, Index k, int members, int bytes) {
+// How much is kept of each matrix, without the rows after every block: for no rows, and of Z for each row besides; and with
+// them, by a team of so many members, likewise, for whole packets of rows. `longest`: of all reflectors of a weight.
+inline std::tuple<Index, Index, Index, Index, Index> kept_sizes(Index r, Index d, Index longest, int kind, Index k, int members,
+                                                                int bytes) {
     const Index packet = bytes == sizeof(float) ? packet_size<float> : packet_size<double>;
     const auto size = [&](Index m, int kept) {
         const Problem p{m, r, d, Kind(kind), true, k, packet, panel_for(longest)}; // x Q keeps more than x Qᵀ
@@ -169,8 +178,21 @@ inline std::tuple<Index, Index, Index, Index> kept_sizes(Index r, Index d, Index
         const Index in_columns = kept_size<float>(p, int(std::min<Index>(kept, p.panels())));
         return inner_products_pay(packet) ? std::max(in_columns, kept_size<float>(in_rows(p), rows_kept)) : in_columns;
     };
+    const Problem any{0, r, d, Kind(kind), true, k, packet, panel_for(longest)};
     const Index none = size(0, members);
-    return {size(0, factors_kept), none, (size(packet, members) - none) / packet, packet};
+    return {size(0, factors_kept), any.blocks() * any.padded_k(), none, (size(packet, members) - none) / packet, packet};
+}
+
+// Whether the rows after every block are kept of so many rows of x and reflectors that are stored by rows.
+inline bool householder_keeps_states(Index rows, Index r, Index d, int kind, Index k, bool batched, int threads, int bytes) {
+    const auto keeps = [&](auto zero) {
+        using T = decltype(zero);
+        const Index batch = batched ? 2 : 1; // any number but one
+        const Problem p{rows, r, d, Kind(kind), true, k, packet_size<T>, panel_for(d)};
+        const Reflection<T> work(p, batch, threads, true);
+        return has_states(work.best_kept(room_for(work, batch * rows * d, batch * r * d) - 1));
+    };
+    return bytes == sizeof(double) ? keeps(double()) : keeps(float());
 }
 
 // W: (n, m) as U Σ Vᵀ. Without V, U is the (n, m) matrix that holds both sides, compact.
@@ -243,8 +265,6 @@ struct Rows {
     }
 };
 
-constexpr Index always_kept = Index(1) << 18; // so many numbers are kept without asking whether they are worth it: ops.py
-
 // The arguments of `svd_linear`, read once.
 struct SVDCall {
     Rows x;
@@ -294,8 +314,7 @@ inline nb::object multiply(const SVDCall &call, int threads, nb::handle keep) {
         const Rows out = x.new_of_width(factors.n());
         Keeping<T> keeping(keep);
         const Index reflectors = factors.U.numel() + (factors.V.here() ? factors.V.numel() : 0);
-        const Index room = 2 * (x.tensor.numel() + reflectors) + work.factors_size() + 33; // rounding, and the last number
-        int kept = keeping.plan(work, x.tensor, std::max(room, always_kept));
+        int kept = keeping.plan(work, x.tensor, room_for(work, x.tensor.numel(), reflectors));
         const auto from = x.all<const T>();
         const auto to = out.all<T>();
         {
@@ -354,6 +373,21 @@ inline nb::object svd_linear_backward(nb::handle g, nb::handle x, nb::handle U, 
         const SVDCall call(x, U, sigma, V, bias, signs, columns, kind, U_block, V_block);
         return gradients(Rows(Tensor(g), columns), call, memory, one, threads, needs);
     });
+}
+
+// As `householder_keeps_states`, for W: (n, m).
+inline bool svd_keeps_states(Index rows, Index n, Index m, Index r_U, Index r_V, int kind, Index U_block, Index V_block,
+                             bool shared, int threads, int bytes) {
+    const auto keeps = [&](auto zero) {
+        using T = decltype(zero);
+        const Index packet = packet_size<T>, panel = panel_for(std::max(m, n));
+        const Problem V{rows, r_V, m, Kind(kind), true, V_block, packet, panel, shared};
+        const Problem U{rows, r_U, n, Kind(kind), false, U_block, packet, panel, shared};
+        const Strided<const T> V_side{nullptr, m, 1}, U_side{nullptr, shared ? 1 : n, shared ? m : 1};
+        const Weight<T> work(V, U, V_side, U_side, {}, threads);
+        return has_states(work.best_kept(room_for(work, rows * m, shared ? n * m : r_U * n + r_V * m) - 1));
+    };
+    return bytes == sizeof(double) ? keeps(double()) : keeps(float());
 }
 
 // A vector in memory of the pool, of the dtype of a tensor: for what an operator of PyTorch keeps.

@@ -33,13 +33,14 @@ inline Watch &watch = *new Watch; // never destroyed, as the pool
 
 // How much is kept of how many rows, and from how many on the matrix is formed: `sizes` of ops.py.
 struct Sizes {
-    std::array<Index, 6> numbers;
-    explicit Sizes(nb::handle sizes) : numbers(nb::cast<std::array<Index, 6>>(sizes)) {}
+    std::array<Index, 11> numbers;
+    explicit Sizes(nb::handle sizes) : numbers(nb::cast<std::array<Index, 11>>(sizes)) {}
 
-    bool applies(Index rows) const { return rows < numbers[5] && numbers[4] > 0; }
+    bool applies(Index rows) const { return rows < numbers[10] && numbers[7] > 0; }
     Index kept(Index rows) const {
-        const auto [a, b, c, d, packet, crossover] = numbers;
-        return std::min(a + b * round_up(rows, packet), c + d * rows);
+        const auto [few, a, b, a_Z, b_Z, c, d, packet, formed_rows, formed_size, crossover] = numbers;
+        const Index whole = round_up(rows, packet);
+        return std::min(rows <= few ? a + b * whole : a_Z + b_Z * whole, c + d * rows);
     }
 };
 

@@ -71,6 +71,8 @@ NB_MODULE(FASTH_MODULE, m) {
     m.def("householder", &householder, some, some, some, some, some, some, some, of_identity);
     m.def("householder_backward", &householder_backward, some, any, some, any, some, some, some, some, some, some, of_identity);
     m.def("kept_sizes", &kept_sizes);
+    m.def("householder_keeps_states", &householder_keeps_states);
+    m.def("svd_keeps_states", &svd_keeps_states);
     m.def("new_kept", &new_kept);
     m.def("svd_linear", &svd_linear, some, some, some, any, any, any, some, some, some, some, some, some);
     m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, some, some, some, some,

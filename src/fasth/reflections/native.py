@@ -48,6 +48,8 @@ _FUNCTIONS = (
     "svd_linear",
     "svd_linear_backward",
     "kept_sizes",
+    "householder_keeps_states",
+    "svd_keeps_states",
     "new_kept",
 )
 

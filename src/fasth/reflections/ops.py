@@ -12,8 +12,9 @@ graph: graphs outlive this process in the compiler's cache.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +94,25 @@ def _numbers(*sizes: int) -> list[int]:
     return [int(f"{size}") for size in sizes]
 
 
-# `sizes` are numbers a, b, c, d, p and a crossover. Of m rows, min(a + b M, c + d m) numbers are kept, where M is m
-# rounded up to a multiple of p: the rows after every block, or as much as is worth its memory. A minimum is a size that
-# the compiler can reason about; where another function bends it would guard, and make a graph for each side. From the
-# crossover on the matrix is formed.
+# How much is kept of how many rows is as in eager mode: of few rows, the rows after every block; of more, Z; both up to
+# what is worth its memory. From a crossover on the matrix is formed, of fewer rows, and may itself be kept. To the
+# compiler all this is one formula, of minima and quotients: a condition it would guard, and make a graph for each side.
+
+
+class _Sizes(NamedTuple):
+    """Of m rows, M in whole packets, min(fixed + per_row M, room + room_per_row m) are kept, or so much with Z."""
+
+    few: int  # rows, the most of which more than Z is kept
+    fixed: int
+    per_row: int
+    fixed_with_Z: int
+    per_row_with_Z: int
+    room: int
+    room_per_row: int
+    packet: int
+    formed_rows: int  # how many rows the matrix is formed of
+    formed_size: int  # what is kept of it besides
+    crossover: int
 
 
 @constant_in_graphs
@@ -104,9 +120,11 @@ def householder_sizes(
     dtype: torch.dtype, r: int, d: int, kind: int, block_size: int, batched: bool, threads: int
 ) -> list[int]:
     """As the core has it, at most as much as x and V. One more number says what is kept."""
-    least, fixed, per_row, packet = _kept_sizes(dtype, r, d, d, kind, block_size, threads)
+    least, Z_per_row, fixed, per_row, packet = _kept_sizes(dtype, r, d, d, kind, block_size, threads)
     crossover = _NEVER if batched else _first_above(crossover_by_rule(r, d, kind != FULL))
-    return [1 + fixed, per_row, 1 + max(r * d, least), d, packet, crossover]
+    few = _most_rows(core().householder_keeps_states, crossover, threads, r, d, kind, block_size, batched, dtype)
+    room = 1 + max(r * d, least), d
+    return [*_Sizes(few, 1 + fixed, per_row, 1 + least, Z_per_row, *room, packet, d, d * d, crossover)]
 
 
 def svd_sizes(
@@ -122,28 +140,47 @@ def svd_sizes(
     threads: int,
 ) -> list[int]:
     """Likewise, at most twice as much as x and the reflectors, besides T; with the rows after both products."""
-    least_U, fixed_U, per_row_U, packet = _kept_sizes(dtype, r_U, n, max(n, m), kind, U_block, threads)
-    least_V, fixed_V, per_row_V, _ = _kept_sizes(dtype, r_V, m, max(n, m), kind, V_block, threads)
+    least_U, Z_per_row_U, fixed_U, per_row_U, packet = _kept_sizes(dtype, r_U, n, max(n, m), kind, U_block, threads)
+    least_V, Z_per_row_V, fixed_V, per_row_V, _ = _kept_sizes(dtype, r_V, m, max(n, m), kind, V_block, threads)
     numbers = n * m if shared else r_U * n + r_V * m
     most = max(2 * numbers + least_U + least_V + 32, ALWAYS_KEPT)  # 32: the rows are rounded up to 16, twice
     crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL, sides_of(r_U, r_V)))
-    per_row = n + m + per_row_U + per_row_V
-    return [33 + fixed_U + fixed_V, per_row, 1 + most, max(2 * m, n + m), packet, crossover]
+    weight = n, m, r_U, r_V, kind, U_block, V_block, shared
+    few = _most_rows(core().svd_keeps_states, crossover, threads, *weight, dtype)
+    sizes = 33 + fixed_U + fixed_V, n + m + per_row_U + per_row_V
+    with_Z = 33 + least_U + least_V, n + m + Z_per_row_U + Z_per_row_V
+    return [*_Sizes(few, *sizes, *with_Z, 1 + most, max(2 * m, n + m), packet, min(n, m), 0, crossover)]
+
+
+def _most_rows(keeps: Callable[..., bool], limit: int, threads: int, *options: Any) -> int:
+    """The most rows of which more than Z is kept."""
+    *shape, dtype = options
+
+    def does_not(rows: int) -> bool:
+        return not keeps(rows, *shape, threads, dtype.itemsize)
+
+    return bisect.bisect_left(range(1, min(limit, 1 << 20)), True, key=does_not)
 
 
 def _kept_sizes(
     dtype: torch.dtype, r: int, d: int, longest: int, kind: int, block_size: int, threads: int
-) -> tuple[int, int, int, int]:
-    """Without the rows after every block; with them, for none and for each. For one thread, or all if that is more."""
+) -> tuple[int, ...]:
+    """``kept_sizes`` of the core, for one thread, or all if that is more."""
     found = [core().kept_sizes(r, d, longest, kind, block_size, members, dtype.itemsize) for members in (1, threads)]
-    least, fixed, per_row, packet = (max(sizes) for sizes in zip(*found, strict=True))
-    return least, fixed, per_row, packet
+    return tuple(max(sizes) for sizes in zip(*found, strict=True))
 
 
-def _size(sizes: Sequence[int], rows: Any) -> Any:
-    a, b, c, d, packet, _ = sizes
+def _size(numbers: Sequence[int], rows: Any) -> Any:
+    if len(numbers) != len(_Sizes._fields):
+        raise ValueError(f"`sizes` should be {len(_Sizes._fields)} numbers; got {len(numbers)}")
+    sizes = _Sizes(*numbers)
     least = min if isinstance(rows, int) else torch.sym_min
-    return least(a + b * ((rows + packet - 1) // packet * packet), c + d * rows)
+    formed = 0 if sizes.crossover >= _NEVER else least(1, rows // sizes.crossover)
+    rows = rows + (sizes.formed_rows - rows) * formed
+    whole, room = (rows + sizes.packet - 1) // sizes.packet * sizes.packet, sizes.room + sizes.room_per_row * rows
+    with_Z = least(sizes.fixed_with_Z + sizes.per_row_with_Z * whole, room)
+    more = least(sizes.fixed + sizes.per_row * whole, room) - with_Z
+    return with_Z + more * (1 - least(1, rows // (sizes.few + 1))) + sizes.formed_size * formed
 
 
 def _first_above(bound: float) -> int:
