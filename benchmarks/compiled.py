@@ -1,6 +1,6 @@
 """Compiled networks beside the same in eager mode: the ratio of their times, for our layers and for nn.Linear.
 
-A step is forward and backward of 32 rows. The answers are compared before they are timed.
+A step is forward and backward of 32 rows, or as many as asked for. The answers are compared before they are timed.
 Run: python benchmarks/compiled.py
 """
 
