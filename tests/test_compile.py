@@ -58,7 +58,7 @@ def svd_arguments(rows: tuple[int, ...], n: int, m: int, form: str, dtype: torch
         signs,
         kind,
         blocks,
-        ops.svd_sizes(dtype, n, m, r_U, r_V, kind, *blocks, shared, torch.get_num_threads()),
+        ops.svd_sizes(dtype, n, m, r_U, r_V, k, kind, *blocks, shared, torch.get_num_threads()),
     )
 
 
@@ -218,13 +218,15 @@ def test_the_rows_after_every_block_or_z_of_a_weight_are_kept(rows, kept, reflec
     set_threads(2)
     arguments = svd_arguments((rows,), 256, 192, reflectors, torch.float32)
     kept = 1 if rows == 4 and kept == 2 else kept  # so few are left to one thread
+    if reflectors == "full" and rows == 34 and native.core().isa == "avx512":
+        kept = -2  # in registers of 16 they take the room of 48, and there is none for that
     assert torch.ops.fasth.svd_linear_forward(*arguments, True)[1][-1] == kept
 
 
 @has_core
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [8, 32, 100, 200])
+@pytest.mark.parametrize("rows", [16, 48, 100, 200])
 @pytest.mark.parametrize(("n", "m"), [(256, 256), (128, 400), (400, 128)], ids=str)
 def test_a_graph_keeps_as_much_as_eager_mode(n, m, rows, form):
     *tensors, kind, blocks, sizes = detached(svd_arguments((rows,), n, m, form, torch.float32))
