@@ -28,12 +28,16 @@ CASES = {
         (3, 4),
         lambda: nn.Linear(4, 6),
     ),
+    "LinearSVD, thin": Case(lambda **o: LinearSVD(6, 5, rank=2, **o), (3, 6), lambda: nn.Linear(6, 5)),
     "LinearSymmetric": Case(lambda **o: LinearSymmetric(5, **o), (3, 5), lambda: nn.Linear(5, 5)),
     "LinearOrthogonal": Case(lambda **o: LinearOrthogonal(6, 4, **o), (3, 6), lambda: nn.Linear(6, 4)),
     "LinearOrthogonal, tall": Case(lambda **o: LinearOrthogonal(4, 6, **o), (3, 4), lambda: nn.Linear(4, 6)),
     "Conv1dSVD": Case(lambda **o: Conv1dSVD(3, 4, 2, **o), (3, 3, 5), lambda: nn.Conv1d(3, 4, 2)),
     "Conv2dSVD": Case(
         lambda **o: Conv2dSVD(3, 4, 2, spectrum=spectrum.between(0.5, 2), **o), (3, 3, 4, 4), lambda: nn.Conv2d(3, 4, 2)
+    ),
+    "Conv2dSVD, thin": Case(
+        lambda **o: Conv2dSVD(3, 4, 2, rank=2, reflectors="full", **o), (3, 3, 4, 4), lambda: nn.Conv2d(3, 4, 2)
     ),
     "RNNSVD": Case(
         lambda **o: RNNSVD(3, 5, bidirectional=True, **o), (4, 3, 3), lambda: nn.RNN(3, 5, bidirectional=True)

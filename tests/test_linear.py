@@ -256,6 +256,33 @@ def test_orthonormal_columns_are_uniform_at_first(shape: tuple[int, int]) -> Non
             assert_mean(entry**4, 3 / (4 * 6))
 
 
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (6, 6), (8, 20), (64, 64), (48, 128), (128, 48), (300, 250)])
+def test_init_linear_has_the_singular_values_of_linear(shape: tuple[int, int]) -> None:
+    n = max(4, 40_000 // math.prod(shape))
+    drawn = torch.stack([torch.linalg.svdvals(nn.Linear(*shape).weight.detach()) for _ in range(n)]).mean(0).double()
+    layer = LinearSVD(*shape, init="linear", dtype=torch.float64)
+    sigma = layer.svd.sigma.detach()
+    assert (sigma - drawn).abs().max() <= 0.03 * drawn.max()
+    assert sigma.equal(sigma.sort(descending=True).values)
+    assert sigma.square().sum().item() == pytest.approx(shape[1] / 3, rel=0.01 if min(shape) > 20 else 0.05)
+    thin = LinearSVD(*shape, init="linear", rank=max(1, min(shape) // 2), dtype=torch.float64)
+    assert torch.equal(thin.sigma, layer.sigma[: thin.rank])
+    positive = LinearSVD(*shape, init="linear", spectrum=spectrum.positive(), dtype=torch.float64)
+    torch.testing.assert_close(positive.svd.sigma, layer.svd.sigma)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_init_linear_has_the_factors_of_haar(form: str, dtype: torch.dtype) -> None:
+    for rank in (None, 2):
+        layers = []
+        for init in ("haar", "linear"):
+            torch.manual_seed(5)
+            layers.append(LinearSVD(6, 4, init=init, reflectors=form, rank=rank, dtype=dtype))
+        haar, linear = (layer.state_dict() for layer in layers)
+        assert not torch.equal(haar.pop("sigma"), linear.pop("sigma"))
+        assert all(torch.equal(t, linear[name]) for name, t in haar.items())
+
+
 def assert_mean(samples: Tensor, mean: float) -> None:
     """Within 4.5 standard errors: a seeded run that passes always passes, and a wrong mean is far outside."""
     assert abs(samples.mean() - mean) <= 4.5 * samples.std() / len(samples) ** 0.5
@@ -724,7 +751,16 @@ def test_repr() -> None:
             ValueError,
             "`reflectors` should be 'compact' or 'full'; got 'thin'",
         ),
-        (lambda: LinearSVD(3, 3, init="zeros"), ValueError, "`init` should be 'haar' or 'identity'; got 'zeros'"),
+        (
+            lambda: LinearSVD(3, 3, init="zeros"),
+            ValueError,
+            "`init` should be 'haar' or 'identity' or 'linear'; got 'zeros'",
+        ),
+        (
+            lambda: LinearOrthogonal(3, 3, init="linear"),
+            ValueError,
+            "`init` should be 'haar' or 'identity'; got 'linear'",
+        ),
         (lambda: LinearSVD(3, 3, spectrum=spectrum.positive), TypeError, "`spectrum` should be one of fasth.spectrum"),
         (lambda: LinearSymmetric(3, spectrum=torch.exp), TypeError, "`spectrum` should be one of fasth.spectrum"),
         (

@@ -6,6 +6,7 @@ from fasth.flows import SVDTransform
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
+from fasth.penalties import nuclear_norm
 from fasth.reflections import householder
 from fasth.tuner import tune
 from fasth.watch import spectra
@@ -23,6 +24,7 @@ __all__ = [
     "Symmetric",
     "compress",
     "householder",
+    "nuclear_norm",
     "param_groups",
     "parametrizations",
     "spectra",

@@ -48,6 +48,7 @@ def to_svd(
     inplace: bool = False,
     spectrum: Spectrum | None = None,
     reflectors: str = "compact",
+    rank: int | None = None,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
     """The model with the weights of its Linear, Conv1d, Conv2d and RNN layers held as W = U Σ Vᵀ; the same to rounding.
@@ -64,6 +65,9 @@ def to_svd(
         spectrum: the map to the singular values, by default ``spectrum.free()``. Any other replaces singular values
             that it does not have by the nearest ones that it has, and so changes what the model computes.
         reflectors: "compact", or "full" for the paper's square U and V; an RNN's are always compact.
+        rank: how many singular values each Linear and Conv layer has, at most; by default all. Fewer make the weight
+            the nearest of that rank, and the layer r·(n + m) parameters, for a weight of shape (n, m). RNNs are
+            converted as without it.
         report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, what was
             left alone is logged, as a warning of the logger "fasth".
 
@@ -78,17 +82,21 @@ def to_svd(
     one_of("reflectors", reflectors, REFLECTORS)
     if spectrum is not None and not isinstance(spectrum, Spectrum):
         raise TypeError(f"`spectrum` should be one of fasth.spectrum; got {spectrum!r}")
+    _check_rank(rank)
     options: Any = {"spectrum": free() if spectrum is None else spectrum, "reflectors": reflectors}
 
     def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
         _check_finite(name, layer)
         if isinstance(layer, nn.RNN):
             return RNNSVD.from_rnn(layer, spectrum=options["spectrum"]), ""
+        own = min(matrix_shape(layer))
+        r = own if rank is None else min(rank, own)
+        reason = f"rank {r} of {own}" if r < own else ""
         if isinstance(layer, nn.Linear):
-            return LinearSVD.from_linear(layer, **options), ""
+            return LinearSVD.from_linear(layer, **options, rank=r), reason
         if isinstance(layer, nn.Conv1d):
-            return Conv1dSVD.from_conv(layer, **options), ""
-        return Conv2dSVD.from_conv(layer, **options), ""
+            return Conv1dSVD.from_conv(layer, **options, rank=r), reason
+        return Conv2dSVD.from_conv(layer, **options, rank=r), reason
 
     plan = Plan(model, _why_not_to_svd, filter, inplace)
     if not plan.possible and not any(isinstance(module, _FACTORED) for module in plan.names):
@@ -123,6 +131,7 @@ def compress(
     *,
     rank: int | None = None,
     energy: float | None = None,
+    trainable: bool = False,
     filter: Filter | None = None,
     inplace: bool = False,
     report: list[Conversion] | None = None,
@@ -138,19 +147,22 @@ def compress(
     Args:
         rank: how many singular values each layer keeps, at most. It has to be one that some layer has.
         energy: or: each layer keeps as few as have this fraction, in (0, 1], of ‖W‖² = Σσ².
+        trainable: truncate to layers that are still SVDs, to train on: a ``LinearSVD``, ``Conv1dSVD`` or ``Conv2dSVD``
+            with ``rank`` = r, also r·(n + m) parameters and the singular values. A layer of fasth keeps its spectrum
+            and its kind of reflectors, a ``LinearSymmetric`` becomes a ``LinearSVD``, and a dense layer gets
+            ``spectrum.free()``.
 
     The other arguments, and the guarantees, are those of ``to_svd``.
     """
     if (rank is None) == (energy is None):
         raise ValueError(f"exactly one of `rank` and `energy` should be given; got {rank} and {energy}")
-    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-        raise ValueError(f"`rank` should be an int of at least 1; got {rank!r}")
+    _check_rank(rank)
     if energy is not None and not 0 < energy <= 1:
         raise ValueError(f"`energy` should be above 0 and at most 1; got {energy!r}")
 
     def convert(name: str, layer: nn.Module) -> tuple[nn.Module | None, str]:
         _check_finite(name, layer)
-        return truncated(layer, rank, energy)
+        return truncated(layer, rank, energy, trainable)
 
     plan = Plan(model, _why_not_to_compress, filter, inplace)
     if not plan.possible:
@@ -260,6 +272,11 @@ def _holds_matrix(module: nn.Module) -> bool:
         or callable(getattr(type(module), "weight", None))  # a quantized layer, which holds it packed
         or any(is_lazy(parameter) or parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
     )
+
+
+def _check_rank(rank: int | None) -> None:
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        raise ValueError(f"`rank` should be an int of at least 1; got {rank!r}")
 
 
 def _check_finite(name: str, layer: nn.Module) -> None:

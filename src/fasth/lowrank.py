@@ -1,4 +1,5 @@
-"""One layer truncated to its largest singular values: as two thin layers where these are smaller, else dense."""
+"""One layer truncated to its largest singular values: as two thin layers where these are smaller, else dense; or, to
+train on, as an SVD."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from fasth.nn import Conv1dSVD, Conv2dSVD, LinearSVD, LinearSymmetric
+from fasth.nn.factors import SVDFactors
 from fasth.operators import SVD
+from fasth.operators.orthogonal import compact_from_dense
 from fasth.replace import factors
+from fasth.spectrum import free
 
 DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d)
 FACTORED = (LinearSVD, LinearSymmetric, Conv1dSVD, Conv2dSVD)
@@ -42,18 +46,28 @@ def matrix_shape(layer: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def truncated(layer: Any, rank: int | None, energy: float | None) -> tuple[nn.Module | None, str]:
-    """The truncated layer, or None if it would be the same as ``layer``; and a word on its rank."""
+def truncated(
+    layer: Any, rank: int | None, energy: float | None, trainable: bool = False
+) -> tuple[nn.Module | None, str]:
+    """The truncated layer, or None if it would be the same as ``layer``; and a word on its rank.
+
+    Two thin layers or a dense one; if ``trainable``, a layer of fasth with as many singular values as are kept.
+    """
     n, m = matrix_shape(layer)
     full = min(n, m)
-    if rank is not None and rank >= full and isinstance(layer, DENSE):
+    if rank is not None and rank >= full and isinstance(layer, DENSE) and not trainable:
         return None, f"its rank is at most {full}"
     svd = _svd(layer)
     svd = svd.truncate(energy=energy) if rank is None else svd.truncate(rank=min(rank, full))
     kept = svd.sigma.nonzero().squeeze(-1)
-    r = max(kept.numel(), 1)
+    kept = kept if kept.numel() else kept.new_zeros(1)
+    r = kept.numel()
+    if trainable:
+        if isinstance(layer, SVDFactors) and r == layer.rank:
+            return None, f"it needs all its singular values, {r}"
+        return _of_low_rank(layer, svd, kept), f"rank {r} of {full}"
     if r * (n + m) < n * m:
-        return _two_thin(layer, svd, kept if kept.numel() else kept.new_zeros(1)), f"rank {r} of {full}"
+        return _two_thin(layer, svd, kept), f"rank {r} of {full}"
     if r == full and isinstance(layer, DENSE):
         return None, f"it needs its full rank, {full}"
     dense = copy.deepcopy(layer) if isinstance(layer, DENSE) else dense_twin(layer)
@@ -70,8 +84,7 @@ def _svd(layer: Any) -> SVD:
 
 def _two_thin(layer: Any, svd: SVD, kept: Tensor) -> LowRank:
     """W = (U √Σ)(√Σ Vᵀ) over the singular values ``kept``: balanced, so that training treats both alike."""
-    sigma = svd.sigma[kept]
-    U, V = (Q @ F.one_hot(kept, Q.shape[-1]).mT.to(svd.dtype) for Q in (svd.U, svd.V))
+    U, sigma, V = _kept_factors(svd, kept)
     A, B = (sigma.abs().sqrt() * V).mT, sigma.sign() * sigma.abs().sqrt() * U
     r, weight = kept.numel(), factors(layer)[0]
     options = {"device": weight.device, "dtype": weight.dtype}
@@ -87,6 +100,40 @@ def _two_thin(layer: Any, svd: SVD, kept: Tensor) -> LowRank:
         thin.weight.copy_(matrix.reshape(thin.weight.shape))
         thin.weight.requires_grad_(any(factor.requires_grad for factor in factors(layer)))
     return LowRank(first, second)
+
+
+def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
+    """W = U Σ Vᵀ over the singular values ``kept``: a layer of fasth of that rank, with the spectrum of ``layer``."""
+    U, sigma, V = _kept_factors(svd, kept)
+    like: Any = factors(layer)[0]
+    options = {
+        "bias": layer.bias is not None,
+        "device": like.device,
+        "dtype": like.dtype,
+        "reflectors": getattr(layer, "form", "compact"),
+        "spectrum": getattr(layer, "spectrum", free()),
+        "rank": kept.numel(),
+    }
+    new: SVDFactors
+    if isinstance(layer, (nn.Linear, LinearSVD, LinearSymmetric)):
+        new = skip_init(LinearSVD, layer.in_features, layer.out_features, **options)
+    else:
+        kind = Conv1dSVD if isinstance(layer, (nn.Conv1d, Conv1dSVD)) else Conv2dSVD
+        geometry = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        sizes = layer.in_channels, layer.out_channels, layer.kernel_size
+        new = skip_init(kind, *sizes, **geometry, **options)
+    (U, U_signs), (V, V_signs) = compact_from_dense(U), compact_from_dense(V)
+    new._set_factors(U, sigma, V, torch.stack((U_signs, V_signs)))
+    trained = any(factor.requires_grad for factor in factors(layer))
+    for factor in factors(new):
+        factor.requires_grad_(trained)
+    return new
+
+
+def _kept_factors(svd: SVD, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U: (n, r), σ: (r,) and V: (m, r) of the singular values ``kept``."""
+    U, V = (Q @ F.one_hot(kept, Q.shape[-1]).mT.to(svd.dtype) for Q in (svd.U, svd.V))
+    return U, svd.sigma[kept], V
 
 
 def dense_twin(layer: Any) -> Any:

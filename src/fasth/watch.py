@@ -31,8 +31,6 @@ def spectra(model: nn.Module) -> Spectra:
         >>> spectra(model).log(writer, step)  # a SummaryWriter of TensorBoard
         >>> spectra(model).plot()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
     with torch.no_grad():
         return Spectra(list(_layers(model)))
 
@@ -42,7 +40,7 @@ class LayerSpectrum(NamedTuple):
 
     name: str  # as in ``model.named_modules()``, or of a tensor of one of them
     shape: tuple[int, ...]  # (n, m), or (*b, n, m)
-    singular_values: Tensor  # (min(n, m),), or (*b, min(n, m)), descending
+    singular_values: Tensor  # (k,), or (*b, k), descending: all min(n, m), or those that a layer of lower rank has
 
     @property
     def norm(self) -> float:
@@ -125,29 +123,55 @@ def _new_axes() -> Any:
     return pyplot.subplots(layout="constrained")[1]
 
 
-def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
+class Weight(NamedTuple):
+    """A weight that is held as its factors, as it is now."""
+
+    name: str  # as in ``LayerSpectrum``
+    shape: tuple[int, ...]
+    singular_values: Tensor  # (k,), or (*b, k), of any sign and order; differentiable
+    trained: bool  # whether they are: those of an orthogonal weight are constants
+    factors: tuple[Tensor, ...]  # the tensors that it is made of, without the signs: shared weights share all of them
+
+
+def weights_of(model: nn.Module) -> Iterator[Weight]:
+    """What ``model`` holds as its factors. A module that it holds twice comes once."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
     for path, module in model.named_modules():
-        for name, shape, sigma in _weights_of(module):
+        for weight in _weights_of(module):
             # A parametrized tensor is known by the name that it has in its module.
-            parts = [part for part in (*path.split("."), name) if part not in ("", "parametrizations")]
-            whole: Tensor = sigma.full_tensor() if hasattr(sigma, "full_tensor") else sigma  # sharded over processes
-            yield LayerSpectrum(".".join(parts), tuple(shape), whole.detach().abs().sort(-1, descending=True).values)
+            parts = [part for part in (*path.split("."), weight.name) if part not in ("", "parametrizations")]
+            sigma: Any = weight.singular_values
+            whole = sigma.full_tensor() if hasattr(sigma, "full_tensor") else sigma  # sharded over processes
+            yield weight._replace(name=".".join(parts), singular_values=whole)
 
 
-def _weights_of(module: Any) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    """Names, shapes and singular values, of any sign and order, of what the module holds as its factors."""
+def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
+    for name, shape, sigma, *_ in weights_of(model):
+        yield LayerSpectrum(name, shape, sigma.detach().abs().sort(-1, descending=True).values)
+
+
+def _weights_of(module: Any) -> Iterator[Weight]:
+    """Those of one module, by the names that they have in it."""
     if isinstance(module, RNNSVD):
+        made_of = module._dense_weights()
         for name, svd in module.svds.items():
-            yield name, svd.shape, svd.sigma
+            yield Weight(name, tuple(svd.shape), svd.sigma, True, _factors(module, made_of[name]))
     elif isinstance(module, LinearOrthogonal):
-        yield "", (module.out_features, module.in_features), torch.ones_like(module.signs)
-    elif isinstance(module, LinearSymmetric):
-        yield "", module.eig.shape, module.eig.sigma
-    elif isinstance(module, SVDFactors):
-        yield "", module.svd.shape, module.svd.sigma
+        shape, ones = (module.out_features, module.in_features), torch.ones_like(module.signs)
+        yield Weight("", shape, ones, False, _factors(module, module._made_of))
+    elif isinstance(module, (LinearSymmetric, SVDFactors)):
+        svd = module.eig if isinstance(module, LinearSymmetric) else module.svd
+        yield Weight("", tuple(svd.shape), svd.sigma, True, _factors(module, module._made_of))
     elif isinstance(module, ParametrizationList) and len(module) == 1:  # what others would do to it is not known
         weight, originals = module[0], vars(module)["_parameters"] | vars(module)["_buffers"]
         if isinstance(weight, OrthogonalWeight):
-            yield "", weight.shape, torch.ones_like(weight.signs)
+            ones = torch.ones_like(weight.signs)
+            yield Weight("", tuple(weight.shape), ones, False, (originals["original"],))
         elif isinstance(weight, SVDWeight):
-            yield "", weight.shape, weight.spectrum(originals["original1"])
+            reflectors, raw = originals["original0"], originals["original1"]
+            yield Weight("", tuple(weight.shape), weight.spectrum(raw), True, (reflectors, raw))
+
+
+def _factors(module: nn.Module, made_of: Sequence[str]) -> tuple[Tensor, ...]:
+    return tuple(getattr(module, name) for name in made_of if not name.startswith("signs"))

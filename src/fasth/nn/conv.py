@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import at_least_one
-from fasth.nn.factors import SVDFactors
+from fasth.nn.factored import at_least_one, in_dtype_of
+from fasth.nn.factors import DEFAULT_INIT, SVDFactors, factors_of
+from fasth.reflections import svd_thin
 
 Self = TypeVar("Self", bound="_ConvSVD")
 
@@ -39,7 +40,8 @@ class _ConvSVD(SVDFactors):
         *,
         reflectors: str = "compact",
         spectrum: spectra.Spectrum | None = None,
-        init: str = "haar",
+        init: str = DEFAULT_INIT,
+        rank: int | None = None,
     ) -> None:
         super().__init__()
         smallest = kernel_size if isinstance(kernel_size, int) else min(kernel_size)
@@ -54,7 +56,7 @@ class _ConvSVD(SVDFactors):
         self.padding, self.padding_mode = twin.padding, padding_mode
         self._padding_before = twin._reversed_padding_repeated_twice
         self._fan_in = in_channels * math.prod(self.kernel_size)
-        self._add_factors(out_channels, self._fan_in, reflectors, spectrum, init, device, dtype)
+        self._add_factors(out_channels, self._fan_in, rank, reflectors, spectrum, init, device, dtype)
         self._add_bias(bias, out_channels, device, dtype)
         self.reset_parameters()
 
@@ -64,13 +66,23 @@ class _ConvSVD(SVDFactors):
         self._reset_bias(self._fan_in)
 
     def forward(self, x: Tensor) -> Tensor:
+        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._padding_before, mode=self.padding_mode), 0
+        if self._thin:
+            A, B = self._two_kernels()
+            return self._convolve(self._convolve(x, A, None, self.stride, padding, self.dilation), B, bias)
         weight = self._kept_weight()
         weight = self.weight if weight is None else weight
-        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
-        if self.padding_mode == "zeros":
-            return self._convolve(x, weight, bias, self.stride, self.padding, self.dilation)
-        x = F.pad(x, self._padding_before, mode=self.padding_mode)
-        return self._convolve(x, weight, bias, self.stride, 0, self.dilation)
+        return self._convolve(x, weight, bias, self.stride, padding, self.dilation)
+
+    def _two_kernels(self) -> tuple[Tensor, Tensor]:
+        """Of rank r: A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions in sequence are this one."""
+        U, sigma, V = factors_of(self)
+        A, B = svd_thin(U, sigma, V, signs=in_dtype_of(sigma, self.signs), form=self.form)
+        one = [1 for _ in self.kernel_size]
+        return A.reshape(-1, self.in_channels, *self.kernel_size), B.reshape(self.out_channels, -1, *one)
 
     @property
     def weight(self) -> Tensor:
@@ -125,14 +137,17 @@ class _ConvSVD(SVDFactors):
         if self.padding_mode != "zeros":
             options.append(f"padding_mode={self.padding_mode!r}")
         options += [f"bias={self.bias is not None}", f"reflectors={self.form!r}", f"spectrum={self.spectrum}"]
+        if self._thin:
+            options.append(f"rank={self.rank}")
         return f"{self.in_channels}, {self.out_channels}, {', '.join(options)}"
 
 
 class Conv2dSVD(_ConvSVD):
     """``nn.Conv2d`` whose kernel, as the matrix W: (out, in·kh·kw), is held as W = U diag(σ) Vᵀ.
 
-    ``nn.Conv2d``'s signature and shapes, with ``groups`` = 1; ``reflectors``, ``spectrum`` and ``init`` as in
-    ``LinearSVD``. W is formed once a call, and in eval mode without gradients kept between calls, as there.
+    ``nn.Conv2d``'s signature and shapes, with ``groups`` = 1; ``reflectors``, ``spectrum``, ``init`` and ``rank`` as in
+    ``LinearSVD``. W is formed once a call, and in eval mode without gradients kept between calls, as there. Of rank
+    r < min(out, in·kh·kw) it is never formed: two convolutions do the work, kh × kw to r channels, then 1×1 to ``out``.
 
     Which matrix this is: the one that takes a patch of the input, all channels of kh × kw pixels flattened as
     ``F.unfold`` does, to the output's channels at one position. For 1×1 kernels it is the whole layer, position by

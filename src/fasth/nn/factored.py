@@ -45,13 +45,14 @@ class Factored(nn.Module):
     ``torch.optim`` optimizer's step counts as one. What does not show is writing into the memory behind autograd's
     back, as through ``.data``; call ``eval()`` after that: it forgets the weight, as ``train()`` does. The kept weight
     is no part of a state_dict, a copy or a pickle. None is kept in memory that other processes share, and may write
-    to, nor of parameters that FSDP gathers anew for each call.
+    to, nor of parameters that FSDP gathers anew for each call, nor by a layer of low rank, whose factors are smaller.
 
     A state_dict of the dense twin, with a ``weight``, is converted as it is loaded, as ``set_weight_`` would.
     """
 
     bias: nn.Parameter | None
     _made_of: tuple[str, ...]
+    _thin: bool  # of fewer singular values than its shape has: the weight is never formed to multiply by it
     _kept: Kept | None
     _kept_for_graphs: Kept | None
     _seen_by_graphs: tuple[int, ...] | None
@@ -59,6 +60,7 @@ class Factored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._thin = False
         self._forget()
         self._number = kept.register(self)
 
@@ -73,7 +75,7 @@ class Factored(nn.Module):
 
     def _kept_weight(self) -> Tensor | None:
         """The dense weight where a kept one serves: in eval, without gradients, watched by nobody. Else None."""
-        if torch.is_grad_enabled():
+        if self._thin or torch.is_grad_enabled():
             return None
         if torch.compiler.is_compiling():
             return self._weight_in_graph()
@@ -311,7 +313,7 @@ def _same(t: Tensor, u: Tensor) -> bool:
 
 def made_of_in_graph(layer: Factored) -> list[Tensor] | None:
     """What the weight is made of, if a graph in the making may ask for the kept one."""
-    if layer.training or _gathered(layer):
+    if layer.training or layer._thin or _gathered(layer):
         return None
     made_of = tensors_of(layer)
     return made_of if usable_in_graph(layer._number, made_of) else None  # type: ignore[return-value]  # none is None

@@ -10,17 +10,20 @@ from torch import Tensor, nn
 
 from fasth import spectrum as spectra
 from fasth.nn.factored import Factored, in_dtype_of, one_of
+from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
-from fasth.operators.orthogonal import haar_compact
+from fasth.operators.orthogonal import haar_compact, in_form
 from fasth.reflections import svd_dense
 from fasth.reflections.blocked import expand_compact
 
 REFLECTORS = ("compact", "full")
 INITS = ("haar", "identity")
+SVD_INITS = (*INITS, "linear")
+DEFAULT_INIT = "haar"  # of what has an SVD of its own
 
 
 class SVDFactors(Factored):
-    """A module whose weight, as an (n, m) matrix, is W = U diag(σ) Vᵀ with k = min(n, m) singular values.
+    """A module whose weight, as an (n, m) matrix, is W = U diag(σ) Vᵀ with k singular values, by default min(n, m).
 
     ``sigma``: (k,), a parameter, and σ = spectrum(sigma).
     ``signs``: (2, k), a buffer of ±1: the signs of the columns of U and of V, which reflections leave open.
@@ -28,6 +31,8 @@ class SVDFactors(Factored):
         compact: one parameter ``reflectors``: (n, m). Below its diagonal stand U's, as columns, right of it V's, as
             rows, each with a 1 on the diagonal that is not stored; the diagonal itself is not used.
         full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row.
+        of rank k < min(n, m): two parameters ``U``: (k, n) and ``V``: (k, m), one reflector a row. Compact ones have a
+            1 in column i of row i that is not stored; that entry and those left of it are not used.
     """
 
     reflectors: nn.Parameter
@@ -37,16 +42,34 @@ class SVDFactors(Factored):
     signs: Tensor
 
     def _add_factors(
-        self, n: int, m: int, form: str, spectrum: spectra.Spectrum | None, init: str, device: Any, dtype: Any
+        self,
+        n: int,
+        m: int,
+        rank: int | None,
+        form: str,
+        spectrum: spectra.Spectrum | None,
+        init: str,
+        device: Any,
+        dtype: Any,
     ) -> None:
-        self.form, self.init = one_of("reflectors", form, REFLECTORS), one_of("init", init, INITS)
+        self.form, self.init = one_of("reflectors", form, REFLECTORS), one_of("init", init, SVD_INITS)
         self.spectrum = spectrum_or_free(spectrum)
-        self._matrix_shape, k = (n, m), min(n, m)
+        k = min(n, m) if rank is None else rank
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= min(n, m):
+            raise ValueError(f"`rank` should be an int from 1 to {min(n, m)} for a weight of {n}×{m}; got {rank!r}")
+        self._matrix_shape, self._thin = (n, m), k < min(n, m)
         shapes = {"reflectors": (n, m)} if form == "compact" else {"U": (n, n), "V": (m, m)}
+        if self._thin:
+            shapes = {"U": (k, n), "V": (k, m)}
         for name, shape in (*shapes.items(), ("sigma", (k,))):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.register_buffer("signs", torch.empty(2, k, device=device, dtype=dtype))
         self._made_of = (*shapes, "sigma", "signs")
+
+    @property
+    def rank(self) -> int:
+        """The number of singular values, k: W has no larger rank."""
+        return len(self.sigma)
 
     @property
     def svd(self) -> SVD:
@@ -66,26 +89,32 @@ class SVDFactors(Factored):
     def _reset_factors(self) -> None:
         if self.sigma.is_meta:
             return
-        n, m = self._matrix_shape
-        k = min(n, m)
+        (n, m), k = self._matrix_shape, self.rank
         options: Any = {"dtype": self.sigma.dtype, "device": self.sigma.device}
-        if self.init == "haar":
-            U, U_signs = haar_compact(k if self.form == "compact" else n, n, **options)
-            V, V_signs = haar_compact(k if self.form == "compact" else m, m, **options)
-            signs = torch.stack((U_signs[:k], V_signs[:k]))
-        else:
+        sigma = torch.ones(k, **options)
+        if self.init == "identity":
             U, V, signs = (torch.zeros(shape, **options) for shape in ((k, n), (k, m), (2, k)))
             signs = signs - 1
-        self._set_factors(U, torch.ones(k, **options), V, signs)
+        else:
+            square = self.form == "full" and not self._thin
+            U, U_signs = haar_compact(n if square else k, n, **options)
+            V, V_signs = haar_compact(m if square else k, m, **options)
+            signs = torch.stack((U_signs[:k], V_signs[:k]))
+        if self.init == "linear":
+            sigma = singular_values_of_linear(n, m)[:k].to(**options)
+        self._set_factors(U, sigma, V, signs)
 
     def _set_matrix(self, W: Tensor) -> None:
-        svd = SVD.from_dense(W, form="compact")
+        svd, k = SVD.from_dense(W, form="compact"), self.rank
         signs: Any = svd.U.signs, svd.V.signs
-        self._set_factors(svd.U.V, svd.sigma, svd.V.V, torch.stack(signs))
+        # The first k columns of U are those of its first k reflections: the others leave them alone.
+        self._set_factors(svd.U.V[:k], svd.sigma[:k], svd.V.V[:k], torch.stack(signs)[:, :k])
 
     def _set_factors(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> None:
         """From compact reflectors, U: (·, n) and V: (·, m)."""
-        if self.form == "compact":
+        if self._thin:
+            self._write(U=in_form(U, self.form), V=in_form(V, self.form))
+        elif self.form == "compact":
             self._write(reflectors=joined(U, V))
         else:
             self._write(U=expanded(U), V=expanded(V))
@@ -95,7 +124,9 @@ class SVDFactors(Factored):
 def factors_of(layer: SVDFactors) -> tuple[Tensor, Tensor, Tensor | None]:
     """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
     sigma = layer.spectrum(layer.sigma)
-    return (layer.reflectors, sigma, None) if layer.form == "compact" else (layer.U, sigma, layer.V)
+    if layer._thin or layer.form == "full":
+        return layer.U, sigma, layer.V
+    return layer.reflectors, sigma, None
 
 
 def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:

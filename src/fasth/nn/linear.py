@@ -13,7 +13,16 @@ from torch.compiler import is_compiling
 from fasth import spectrum as spectra
 from fasth.nn import kept
 from fasth.nn.factored import Factored, at_least_one, in_dtype_of, made_of_in_graph, one_of
-from fasth.nn.factors import INITS, REFLECTORS, SVDFactors, expanded, factors_of, of_orthogonal, spectrum_or_free
+from fasth.nn.factors import (
+    DEFAULT_INIT,
+    INITS,
+    REFLECTORS,
+    SVDFactors,
+    expanded,
+    factors_of,
+    of_orthogonal,
+    spectrum_or_free,
+)
 from fasth.nn.kept import linear as kept_linear
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
@@ -122,11 +131,17 @@ class LinearSVD(_Linear, SVDFactors):
         spectrum: the map from the parameter ``sigma`` to σ, of ``fasth.spectrum``. The default is ``free()``: the
             identity, where σ may have any sign.
         init: "haar": uniformly distributed U and V. "identity": W is the identity, as far as its shape has it. In both
-            σ is 1, or what the spectrum has nearest to it. For a given matrix, see ``set_weight_``.
+            σ is 1. "linear": U and V as in "haar", and the σ that ``nn.Linear`` would start with: see
+            ``fasth.nn.init``. The spectrum replaces each σ by the nearest that it has. For a given matrix, see
+            ``set_weight_``.
+        rank: how many singular values, r, from 1 to min(in, out), which is the default. With fewer the layer has
+            ``U``: (r, out) and ``V``: (r, in), one reflector a row, so that parameters, work and the optimizer's state
+            are r·(in + out), and W is never formed.
 
     Few rows are multiplied by the reflections, twice the operations of ``nn.Linear``, four times if they are full; for
     many W is formed first. In eval mode without gradients the dense W is kept until a parameter changes, so that only
-    F.linear is left to do; ``Factored`` says how a change is noticed.
+    F.linear is left to do; ``Factored`` says how a change is noticed. Of rank r < min(in, out), a row takes
+    4·r·(in + out) operations by the reflections and half of that by r columns of U and V, which are formed for many.
     """
 
     def __init__(
@@ -139,11 +154,12 @@ class LinearSVD(_Linear, SVDFactors):
         *,
         reflectors: str = "compact",
         spectrum: spectra.Spectrum | None = None,
-        init: str = "haar",
+        init: str = DEFAULT_INIT,
+        rank: int | None = None,
     ) -> None:
         super().__init__()
         self._add_features(in_features, out_features)
-        self._add_factors(out_features, in_features, reflectors, spectrum, init, device, dtype)
+        self._add_factors(out_features, in_features, rank, reflectors, spectrum, init, device, dtype)
         self._add_bias(bias, out_features, device, dtype)
         self.reset_parameters()
 
@@ -164,6 +180,7 @@ class LinearSVD(_Linear, SVDFactors):
     def set_weight_(self, weight: Tensor) -> LinearSVD:
         """Makes W = ``weight``: (out, in), to rounding, with σ ≥ 0 in descending order.
 
+        A layer of lower rank gets the nearest matrix of its rank: ``weight`` with its largest singular values alone.
         Singular values that the spectrum does not have are replaced by the nearest ones that it has. Costs an SVD.
         """
         self._set_matrix(self._matching(weight, (self.out_features, self.in_features)))
@@ -178,7 +195,8 @@ class LinearSVD(_Linear, SVDFactors):
         return self.svd.logabsdet()
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, spectrum={self.spectrum}"
+        rank = f", rank={self.rank}" if self._thin else ""
+        return f"{super().extra_repr()}, spectrum={self.spectrum}{rank}"
 
 
 class LinearSymmetric(_Linear):

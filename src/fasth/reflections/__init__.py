@@ -21,11 +21,11 @@ from fasth.reflections.tuning import (
     block_size_or_form,
     block_sizes_or_form,
     default_block_size,
+    forming_svd_pays,
     materialising_pays,
-    sides_of,
 )
 
-__all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear"]
+__all__ = ["FORMS", "householder", "householder_compact", "svd_dense", "svd_linear", "svd_thin"]
 
 # From so many columns on, forming Q apart from the singular values saves more than an operation of their own costs.
 FORMED_APART = 128
@@ -118,6 +118,8 @@ def svd_linear(
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
 
+    For many rows W is formed or, where k < min(n, m), its two thin factors: see ``svd_thin``.
+
     Args:
         x: (*, m).
         U: (·, n), the reflectors of Q_U, of the given form: "full", "triangular" or "compact". None of them, (0, n), is
@@ -137,7 +139,8 @@ def svd_linear(
     if _core_at_once():  # the shortest way, for small steps
         sizes = native.core().plain_svd_linear(x, U, sigma, V, bias, signs, bool(columns))
         if sizes is not None:
-            blocks = block_sizes_or_form(*sizes, form != "full", U.dtype, torch.get_num_threads(), tuned.changes)
+            triangular, threads = form != "full", torch.get_num_threads()
+            blocks = block_sizes_or_form(*sizes, len(sigma), triangular, U.dtype, threads, tuned.changes)
             if blocks is not None:
                 kind = FORMS.index(form)
                 composed = (SVD_COMPOSED_COLUMNS if columns else SVD_COMPOSED)[kind]
@@ -148,10 +151,13 @@ def svd_linear(
     if autocast_on(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x.to(U.dtype), U, sigma, V, bias, signs=signs, form=form)
-    sides = sides_of(len(U), 1 if V is None else len(V))
-    if materialising_pays(x.numel() // m, min(n, m), max(n, m), form != "full", U, sides):
-        return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
-    return _svd_composed(x, U, sigma, V, bias, signs, form=form)
+    k, (r_U, r_V) = len(sigma), (m, n) if V is None else (len(U), len(V))
+    if not forming_svd_pays(x.numel() // m, n, m, r_U, r_V, k, form != "full", U):
+        return _svd_composed(x, U, sigma, V, bias, signs, form=form)
+    if k < min(n, m):
+        A, B = svd_thin(U, sigma, V, signs=signs, form=form)
+        return F.linear(F.linear(x, A), B, bias)
+    return F.linear(x, svd_dense(U, sigma, V, signs=signs, form=form), bias)
 
 
 def _svd_in_graph(
@@ -179,8 +185,14 @@ def _svd_in_graph(
 def svd_dense(
     U: Tensor, sigma: Tensor, V: Tensor | None = None, *, signs: Tensor | None = None, form: str = "compact"
 ) -> Tensor:
-    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity."""
+    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from its thin factors."""
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
+    if len(sigma) < min(n, m):
+        if autocast_on(sigma.device.type):
+            with torch.autocast(sigma.device.type, enabled=False):
+                return svd_dense(U, sigma, V, signs=signs, form=form)
+        A, B = svd_thin(U, sigma, V, signs=signs, form=form)
+        return B @ A
     if V is not None and len(sigma) >= FORMED_APART and 0 in (len(U), len(V)):
         Q, other = (U, m) if len(U) else (V, n)
         if other == len(sigma) and native.usable(Q):
@@ -191,6 +203,22 @@ def svd_dense(
         return svd_linear(identity, U, sigma, V, signs=signs, form=form, columns=True)
     U, V = (U.mT, None) if V is None else (V, U)  # I (Wᵀ)ᵀ
     return svd_linear(identity, U, sigma, V, signs=signs, form=form)
+
+
+def svd_thin(
+    U: Tensor, sigma: Tensor, V: Tensor | None = None, *, signs: Tensor | None = None, form: str = "compact"
+) -> tuple[Tensor, Tensor]:
+    """A: (k, m) and B: (n, k) with W = B A, that of ``svd_linear``: A = diag(sigma) Q_V[:, :k]ᵀ and B = Q_U[:, :k].
+
+    By applying the reflections to k rows of the identity: 4·k·(r_U·n + r_V·m) operations, after which a row takes
+    2·k·(n + m). A carries the signs of both sides.
+    """
+    if autocast_on(sigma.device.type):
+        with torch.autocast(sigma.device.type, enabled=False):
+            return svd_thin(U, sigma, V, signs=signs, form=form)
+    U, V = (U.mT, U) if V is None else (U, V)
+    columns_of_U, columns_of_V = (_formed(Q, len(sigma), FORMS.index(form), None).mT for Q in (U, V))
+    return _signed(sigma, signs).unsqueeze(-1) * columns_of_V.mT, columns_of_U
 
 
 def _svd_composed(

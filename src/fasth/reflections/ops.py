@@ -69,18 +69,19 @@ def svd_linear(
     r_V, m = (r_U, n) if V is None else _numbers(*V.shape)
     if V is None:
         r_U, n = n, r_U
-    kind, blocks, sizes = _svd_plan(U.dtype, n, m, r_U, r_V, form, V is None)
+    (k,) = _numbers(sigma.shape[0])
+    kind, blocks, sizes = _svd_plan(U.dtype, n, m, r_U, r_V, k, form, V is None)
     return _svd_linear_operator(x, U, sigma, V, bias, signs, kind, blocks, sizes)
 
 
 @constant_in_graphs
 def _svd_plan(
-    dtype: torch.dtype, n: int, m: int, r_U: int, r_V: int, form: str, shared: bool
+    dtype: torch.dtype, n: int, m: int, r_U: int, r_V: int, k: int, form: str, shared: bool
 ) -> tuple[int, list[int], list[int]]:
     """The kind of reflectors, the block sizes of U and V, and ``sizes``."""
     kind = FORMS.index(form)
     U_block, V_block = block_size_by_rule(min(r_U, n)), block_size_by_rule(min(r_V, m))
-    sizes = svd_sizes(dtype, n, m, r_U, r_V, kind, U_block, V_block, shared, torch.get_num_threads())
+    sizes = svd_sizes(dtype, n, m, r_U, r_V, k, kind, U_block, V_block, shared, torch.get_num_threads())
     return kind, [U_block, V_block], sizes
 
 
@@ -133,6 +134,7 @@ def svd_sizes(
     m: int,
     r_U: int,
     r_V: int,
+    k: int,
     kind: int,
     U_block: int,
     V_block: int,
@@ -145,6 +147,7 @@ def svd_sizes(
     numbers = n * m if shared else r_U * n + r_V * m
     most = max(2 * numbers + least_U + least_V + 32, ALWAYS_KEPT)  # 32: the rows are rounded up to 16, twice
     crossover = _first_above(crossover_by_rule(min(n, m), max(n, m), kind != FULL, sides_of(r_U, r_V)))
+    crossover = crossover if k == min(n, m) else _NEVER  # a matrix of low rank is never formed
     weight = n, m, r_U, r_V, kind, U_block, V_block, shared
     few = _most_rows(core().svd_keeps_states, crossover, threads, *weight, dtype)
     sizes = 33 + fixed_U + fixed_V, n + m + per_row_U + per_row_V

@@ -1,0 +1,33 @@
+"""The singular values that a layer starts with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+GRID = 4096  # points in [0, π]: the quantiles are then right to 1e-6
+
+
+def singular_values_of_linear(n: int, m: int) -> Tensor:
+    """Those of an ``nn.Linear`` weight at its start, to be expected: (min(n, m),), descending, in float64. O(n + m).
+
+    W: (n, m) is drawn uniformly from ±1/√m, as that of a convolution with m = in·kh·kw is: with variance 1/(3m). With
+    k = min(n, m), N = max(n, m) and c = k/N its singular values are
+
+        σ² = N/(3m) · x,    x = 1 + c + 2√c · cos θ,    θ in [0, π] with density 2 sin²θ / (π x),
+
+    the law of Marchenko and Pastur, of which these are the quantiles (i + ½)/k. Σσ² is n/3, the mean of ‖W‖², but for
+    the smallest of sizes.
+    """
+    k, N = sorted((n, m))
+    c = k / N
+    edges = torch.linspace(0, math.pi, GRID + 1, dtype=torch.float64, device="cpu")
+    middles = (edges[1:] + edges[:-1]) / 2
+    mass = middles.sin().square() / (1 + c + 2 * math.sqrt(c) * middles.cos())
+    below = torch.cat((mass.new_zeros(1), mass.cumsum(0)))  # of θ: the larger θ, the smaller σ
+    wanted = (torch.arange(k, dtype=torch.float64, device="cpu") + 0.5) / k * below[-1]
+    right = torch.searchsorted(below, wanted)
+    theta = edges[right] - (below[right] - wanted) / mass[right - 1] * (math.pi / GRID)
+    return (N / (3 * m) * (1 + c + 2 * math.sqrt(c) * theta.cos())).clamp(min=0).sqrt()
