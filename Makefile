@@ -13,7 +13,7 @@ SANITIZED := build/sanitize
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test lint format bench reproduce readme phases sanitize clean
+.PHONY: help demo test lint format bench reproduce study readme phases sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,9 @@ bench: $(VENV)/.peers ## time every method, after verifying its answer
 
 reproduce: $(VENV)/.peers ## run the paper's experiments; ARGS=--full for its own grid
 	$(BIN)/fasth reproduce --out benchmarks/reproduction $(ARGS)
+
+study: $(VENV)/.peers ## train plain, SVD and orthogonal networks on real tasks, and compare; ARGS=--quick
+	$(BIN)/python -m fasth.reproduce.study --out $(if $(findstring --quick,$(ARGS)),build/study-quick,benchmarks/study) $(ARGS)
 
 readme: $(VENV)/.stamp ## put the last benchmark's tables into README.md; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)

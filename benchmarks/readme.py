@@ -1,5 +1,6 @@
 """Puts what was measured into the README, between two lines each: bench:start and bench:end, the tables of ``make
-bench``; reproduce:start and reproduce:end, the figures and headline numbers of ``fasth reproduce``.
+bench``; reproduce:start and reproduce:end, the figures and headline numbers of ``fasth reproduce``; study:start and
+study:end, the first table of ``make study``. Its other tables go into docs/training.md, likewise.
 
 Run: make readme, or python benchmarks/readme.py --help
 """
@@ -13,39 +14,55 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tables import Table, machine, tables
+from tables import machine, tables
 
 from fasth import files
-from fasth.reproduce.tables import headlines
+from fasth.reproduce.study import experiments, runner
+from fasth.reproduce.study import tables as study_tables
+from fasth.reproduce.tables import headlines, markdown
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
 
 
 class NoPlace(ValueError):
-    """The README lacks the lines that say where something goes."""
+    """The page lacks the lines that say where something goes."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     parser.add_argument("--results", type=Path, default=HERE / "results.json", help="what bench.py wrote")
     parser.add_argument("--reproduction", type=Path, default=HERE / "reproduction", help="fasth reproduce's folder")
+    parser.add_argument("--study", type=Path, default=HERE / "study", help="make study's folder")
     parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--training", type=Path, default=HERE.parent / "docs" / "training.md")
     options = parser.parse_args()
-    old = new = options.readme.read_text(encoding="utf-8")
+    blocks = {"bench": of_bench(json.loads(options.results.read_text(encoding="utf-8")))}
+    if (options.reproduction / "results.json").exists():
+        blocks["reproduce"] = of_reproduction(options.reproduction, options.readme.parent)
+    pages = {options.readme: blocks}
+    if (options.study / runner.FILE).exists():
+        study = of_study(options.study)
+        blocks["study"] = study["best"]
+        pages[options.training] = {f"study {name}": block for name, block in study.items()}
+    return max(update(page, blocks, options.check) for page, blocks in pages.items())
+
+
+def update(page: Path, blocks: dict[str, str], check: bool) -> int:
+    """0 if the page now shows the blocks, or did so before; 1 if it should have; 2 if it has no place for them."""
+    old = new = page.read_text(encoding="utf-8")
     try:
-        new = filled(new, "bench", of_bench(json.loads(options.results.read_text(encoding="utf-8"))))
-        if (options.reproduction / "results.json").exists():
-            new = filled(new, "reproduce", of_reproduction(options.reproduction, options.readme.parent))
+        for name, block in blocks.items():
+            new = filled(new, name, block)
     except NoPlace as error:
-        print(f"{options.readme} should have {error}", file=sys.stderr)
+        print(f"{page} should have {error}", file=sys.stderr)
         return 2
-    if options.check and new != old:
-        print(f"{options.readme} does not show what was measured last; `make readme` puts that right", file=sys.stderr)
+    if check and new != old:
+        print(f"{page} does not show what was measured last; `make readme` puts that right", file=sys.stderr)
         return 1
     if new != old:
-        files.write(options.readme, new)
+        files.write(page, new)
     return 0
 
 
@@ -63,6 +80,15 @@ def of_bench(measured: dict[str, Any]) -> str:
     return "\n\n".join([*map(markdown, tables(measured)), f"Measured by `make bench` on: {machine(measured)}."])
 
 
+def of_study(folder: Path) -> dict[str, str]:
+    """Its tables by name, and "machine"."""
+    environment, *records = map(json.loads, (folder / runner.FILE).read_text(encoding="utf-8").splitlines())
+    found = study_tables.tables(study_tables.Study(experiments.FULL, records))
+    where = machine({"environment": environment, "settings": {"dtype": "float32"}})
+    made = f"Made by `make study` on: {where}; images: {environment['images']}."
+    return {name: markdown(table) for name, table in found.items()} | {"machine": made}
+
+
 def of_reproduction(folder: Path, beside: Path) -> str:
     """The headline numbers, two figures, and where the rest is."""
     found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -73,12 +99,6 @@ def of_reproduction(folder: Path, beside: Path) -> str:
         f"Measured by `fasth reproduce` on: {machine(found)}. All figures and tables: [{where}]({where}/report.html)."
     )
     return "\n\n".join([markdown(table), table.note, *pictures, rest])
-
-
-def markdown(table: Table) -> str:
-    alignment = ["---", *["---:"] * (len(table.columns) - 1)]
-    lines = [f"| {' | '.join(cells)} |" for cells in (table.columns, alignment, *table.rows)]
-    return "\n".join([f"**{table.title}**", "", *lines])
 
 
 if __name__ == "__main__":

@@ -1,69 +1,178 @@
-"""What an optimizer should know of a model's layers: on which parameters weight decay means what it says."""
+"""What an optimizer should know of a model's layers: the rates and the decay with which their parameters train well."""
 
 from __future__ import annotations
 
+import math
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.optim import Optimizer
 
 from fasth.nn.factored import Factored
 from fasth.parametrizations import OrthogonalWeight, SVDWeight
+from fasth.spectrum import Spectrum
 
 __all__ = ["param_groups"]
 
+OptimizerClass: TypeAlias = type[Optimizer]
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters for an optimizer, in two groups: those that ``weight_decay`` is for, and those it is not for.
+SIGMA, DENSE, REFLECTORS, VECTORS = KINDS = ("sigma", "dense", "reflectors", "vectors")
 
-    As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W = U diag(σ) Vᵀ: where the loss has no gradient, a step
-    takes W to (1 − lr·weight_decay)·W, as it does with a dense layer. On reflectors it would mean something else: the
-    length of full ones says nothing about W, and shorter compact ones turn U and V. So the decay falls on
+# A step of these is as long as the gradient. That of any other optimizer has its rate's size, whatever the gradient's.
+_STEP_FOLLOWS_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)
+# These add the decay to the gradient before they normalise it. The others take rate times decay off a parameter.
+_DECAY_IS_GRADIENT = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
 
-    - sigma of every layer of fasth, and of every tensor under ``fasth.parametrizations``. Where a spectrum maps this
-      parameter to σ, it decays to 0, and σ to what the spectrum makes of 0, which for ``around(center, eps)`` is the
-      center;
-    - every other parameter of two or more dimensions, for what the model holds dense;
 
-    and not on reflectors, biases and other vectors, such as the gains of norms.
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float | None = None,
+    weight_decay: float = 0.0,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+) -> list[dict[str, Any]]:
+    """Parameters for an optimizer, in groups with the rates at which W = U diag(σ) Vᵀ trains as a dense W does at lr.
+
+    **Rates.** Adam and its kin move every number by about lr. A dense W: (n, m) then moves by a matrix with entries
+    ±lr, of norm lr·√(n·m), and of spectral norm lr·(√n + √m) or more. The same step of sigma moves W by lr in the
+    spectral norm, so its rate is lr·(√n + √m). The same step of compact reflectors moves W by 1.0·lr·√(n·m), if the
+    singular values are those that ``nn.Linear`` starts with, and stays lr; full ones are twice as many numbers, and get
+    lr/√2. For an ``optimizer`` whose step is as long as the gradient, ``torch.optim.SGD``, the rates are
+    lr·(√n + √m)/2 and 0.3·lr. Where a spectrum maps sigma to σ, the rate is divided by the slope of the map (for SGD by
+    its square). All else has the rate lr. ``docs/training.md`` has the derivation and the experiments.
+
+    **Decay.** As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W: where the loss has no gradient, a step takes
+    W to (1 − lr·weight_decay)·W, as it does with a dense layer. So sigma's decay is divided by what its rate was
+    multiplied by. A sigma with a spectrum decays to 0, and σ to what the spectrum makes of 0, which for
+    ``around(center, eps)`` is the center. Reflectors do not decay: the length of full ones says nothing about W, and
+    shorter compact ones turn U and V.
 
     Args:
-        model: any module. A parameter that it holds twice is listed once.
-        weight_decay: as the optimizer takes it.
+        model: any module, of which some layers may be plain. A parameter that it holds twice is listed once.
+        lr: the rate that a dense model would be trained with. Without it the groups take the optimizer's.
+        weight_decay: as the optimizer takes it. It is set for every group, so that the optimizer's default has no say.
+        optimizer: the class that the groups are for. ``SGD`` and ``ASGD`` follow the gradient, any other class counts
+            as one of Adam's kin. ``Adam`` and others that add the decay to the gradient get it undivided.
+
+    Returns:
+        Groups with "params", "weight_decay", "name" and, if given, "lr"; the names are "sigma", of every layer of fasth
+        and every tensor under ``fasth.parametrizations``, one group for each rate; "dense", every other parameter of
+        two or more dimensions; "reflectors"; and "vectors", biases and the like. The last two do not decay. A group
+        without parameters is left out.
 
     Example:
-        >>> model = nn.Sequential(LinearSVD(64, 64), nn.ReLU(), LinearSVD(64, 10))
-        >>> optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.01), lr=1e-3)
+        >>> model = fasth.to_svd(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
+        >>> optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3, weight_decay=0.01))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
-    if not isinstance(weight_decay, Real) or not weight_decay >= 0:
-        raise ValueError(f"`weight_decay` should be a number of at least 0; got {weight_decay!r}")
-    decayed: dict[nn.Parameter, bool] = {}
+    _check(model, lr, weight_decay, optimizer)
+    groups: dict[tuple[str, float], dict[str, Any]] = {}
+    for parameter, (kind, factor) in _roles(model, _is_a(optimizer, _STEP_FOLLOWS_GRADIENT)).items():
+        factor = 1.0 if lr is None else factor
+        decay = weight_decay if _is_a(optimizer, _DECAY_IS_GRADIENT) else weight_decay / factor
+        group: dict[str, Any] = {"params": [], "name": kind, "weight_decay": 0.0}
+        if kind in (SIGMA, DENSE):
+            group["weight_decay"] = float(decay)
+        if lr is not None:
+            group["lr"] = float(lr * factor)
+        groups.setdefault((kind, factor), group)["params"].append(parameter)
+    return sorted(groups.values(), key=lambda group: KINDS.index(group["name"]))
+
+
+class _Role(NamedTuple):
+    """What a parameter is for, and by how much its rate is larger than that of a dense weight."""
+
+    kind: str
+    factor: float = 1.0
+
+
+def _roles(model: nn.Module, follows: bool) -> dict[nn.Parameter, _Role]:
+    roles: dict[nn.Parameter, _Role] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if is_lazy(parameter):
                 raise ValueError(f"`model` should have seen a first batch, which sets the size of its {module}")
-            # Held twice, as a reflector and as something else: not decayed.
-            decayed[parameter] = decayed.get(parameter, True) and _decays(module, name, parameter)
-    groups = (
-        {"params": [p for p, decays in decayed.items() if decays == wanted], "weight_decay": float(decay)}
-        for wanted, decay in ((True, weight_decay), (False, 0.0))
-    )
-    return [group for group in groups if group["params"]]
+            role = _role(module, name, parameter, follows)
+            # Held twice, as a reflector and as something else: it is a reflector, and does not decay.
+            if parameter not in roles or role.kind == REFLECTORS:
+                roles[parameter] = role
+    return roles
 
 
-def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    if isinstance(module, ParametrizationList):
-        if isinstance(module[0], SVDWeight):
-            return name == "original1"
-        if isinstance(module[0], OrthogonalWeight):
-            return False
+def _role(module: nn.Module, name: str, parameter: nn.Parameter, follows: bool) -> _Role:
+    """``follows``: whether the optimizer's step follows the gradient."""
+    if isinstance(module, ParametrizationList) and isinstance(module[0], (OrthogonalWeight, SVDWeight)):
+        weight: Any = module[0]
+        if name == "original1":
+            n, m = weight.shape[-2:]
+            return _Role(SIGMA, _sigma_factor(n, m, weight.spectrum, parameter, follows))
+        return _Role(REFLECTORS, _reflectors_factor("compact", follows))
     if isinstance(module, Factored):
+        layer: Any = module
         if name.startswith("sigma"):
-            return True
+            n, m = _matrix_shape(layer, name.removeprefix("sigma"))
+            return _Role(SIGMA, _sigma_factor(n, m, layer.spectrum, parameter, follows))
         if name in ("U", "V") or name.startswith("reflectors"):
-            return False
-    return parameter.ndim >= 2
+            return _Role(REFLECTORS, _reflectors_factor(getattr(layer, "form", "compact"), follows))
+    return _Role(DENSE if parameter.ndim >= 2 else VECTORS)
+
+
+def _matrix_shape(layer: Any, where: str) -> tuple[int, int]:
+    """(n, m) of the weight; ``where`` says which one of an RNN's."""
+    shared = getattr(layer, f"reflectors{where}", None)
+    n, m = (layer.U.shape[-1], layer.V.shape[-1]) if shared is None else shared.shape
+    return n, m
+
+
+def _sigma_factor(n: int, m: int, spectrum: Spectrum, raw: Tensor, follows: bool) -> float:
+    factor, slope = math.sqrt(n) + math.sqrt(m), _slope(spectrum, raw)
+    return factor / 2 / slope**2 if follows else factor / slope
+
+
+def _reflectors_factor(form: str, follows: bool) -> float:
+    factor = 1.0 if form == "compact" else math.sqrt(0.5)
+    return 0.3 * factor**2 if follows else factor
+
+
+def _slope(spectrum: Spectrum, raw: Tensor) -> float:
+    """The root mean square of dσ/draw at raw, by a small step up and down in turns.
+
+    Not beyond ±3, where maps to bounded σ are flat: a rate for that place would be far too large on the way back.
+    """
+    raw = raw.detach()
+    raw = raw.full_tensor() if hasattr(raw, "full_tensor") else raw  # sharded over processes
+    if raw.is_meta:  # with no values yet: those of a layer that starts with σ = 1
+        raw = spectrum.inverse(torch.ones(raw.shape))
+    raw = raw.double().clamp(-3, 3)
+    step = torch.full_like(raw, 1e-5)
+    step[..., ::2] *= -1
+    change = (spectrum(raw + step) - spectrum(raw - step)) / (2 * step)
+    return round(change.square().mean().sqrt().item(), 6)  # without the rounding of the difference
+
+
+def _is_a(optimizer: OptimizerClass, kinds: tuple[OptimizerClass, ...]) -> bool:
+    return issubclass(optimizer, kinds) and not issubclass(optimizer, torch.optim.AdamW)  # which may be an Adam
+
+
+def _check(model: Any, lr: Any, weight_decay: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
+    if lr is not None and not (isinstance(lr, Real) and 0 <= float(lr) < math.inf):
+        raise ValueError(f"`lr` should be a number of at least 0, or None; got {lr!r}")
+    if not (isinstance(weight_decay, Real) and 0 <= float(weight_decay) < math.inf):
+        raise ValueError(f"`weight_decay` should be a number of at least 0; got {weight_decay!r}")
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise TypeError(f"`optimizer` should be a class, such as torch.optim.SGD; got {optimizer!r}")
+    if issubclass(optimizer, torch.optim.LBFGS):
+        raise ValueError("`optimizer` should be one that takes groups of parameters; got LBFGS, which takes none")

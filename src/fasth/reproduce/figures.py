@@ -44,7 +44,7 @@ STYLES = {
 }
 LABELS = {TRIANGULAR.name: "what fasth chooses", "FastH": "FastH (the paper's)"}
 
-_RC: Any = {
+RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -81,12 +81,12 @@ def drawn(results: dict[str, Any]) -> Iterator[tuple[Drawing, dict[str, bytes]]]
     """Each figure that there are records for, as the contents of its files by their ending: png and svg."""
     for drawing in DRAWINGS:
         if any(select(results, experiment) for experiment in drawing.experiments):
-            with matplotlib.rc_context(_RC):
+            with matplotlib.rc_context(RC):
                 figure = drawing.draw(results)
-                yield drawing, {ending: _file(figure, ending) for ending in ("png", "svg")}
+                yield drawing, {ending: file(figure, ending) for ending in ("png", "svg")}
 
 
-def _file(figure: Figure, ending: str) -> bytes:
+def file(figure: Figure, ending: str) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format=ending, dpi=160, metadata={"Date": None} if ending == "svg" else None)
     return file.getvalue()

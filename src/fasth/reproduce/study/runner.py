@@ -1,0 +1,136 @@
+"""Makes the runs, several at a time, and writes each down as it ends: the same command goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Generator
+
+from fasth.reproduce.study import experiments, training
+from fasth.reproduce.study.methods import PLAIN
+from fasth.reproduce.study.tasks import Task
+from fasth.reproduce.study.training import Run
+
+Record = dict[str, Any]
+
+FILE = "results.jsonl"
+ROUNDS = 60  # of timed steps
+# What a run found; all else in its record is its settings.
+FOUND = ("seconds", "parameters", "curve", "score", "cut", "ms")
+
+
+class OtherStudy(ValueError):
+    """The folder holds results that were made otherwise."""
+
+
+class Results:
+    """The records of a folder: one line of JSON each, after a first line about the machine."""
+
+    def __init__(self, path: Path, environment: Record) -> None:
+        self.path, self.environment = path, environment
+        self.records: list[Record] = []
+        if path.exists():
+            first, *lines = path.read_text(encoding="utf-8").splitlines()
+            self.environment, self.records = json.loads(first), [json.loads(line) for line in lines]
+            for name in ("versions", "images"):
+                if self.environment[name] != environment[name]:
+                    then, now = self.environment[name], environment[name]
+                    raise OtherStudy(f"{path} was made otherwise: {name} was {then}, now {now}")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(environment, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.done = {key(record) for record in self.records}
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        self.done.add(key(record))
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def has(self, run: Run) -> bool:
+        return key(run) in self.done
+
+
+def key(run: Run) -> str:
+    """Two experiments may ask for the same run; it is made once."""
+    settings = {name: value for name, value in run.items() if name not in (*FOUND, "experiment")}
+    return json.dumps(settings, sort_keys=True)
+
+
+def run(grid: experiments.Grid, only: Sequence[str], results: Results, workers: int, console: Console) -> None:
+    costs = measured_costs(grid, results, console)
+    runs: dict[str, Run] = {}
+    for one in experiments.runs(grid, costs, only):
+        if not results.has(one):
+            runs.setdefault(key(one), one)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+        futures = {pool.submit(training.train, one): one for one in runs.values()}
+        try:
+            with _bar(console) as bar:
+                all_of_it = bar.add_task("", total=len(futures))
+                for future in as_completed(futures):
+                    one = futures[future]
+                    results.add({**one, **future.result()})
+                    done = f"{one['task']}, {one['method']}, {one['optimizer']} at {one['lr']:g}"
+                    bar.update(all_of_it, advance=1, description=done)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _bar(console: Console) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(), TextColumn("left:"))
+    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=console, transient=True)
+
+
+def _one_thread() -> None:
+    """So many processes as cores, of one thread each, get more done than one process with as many threads."""
+    torch.set_num_threads(1)
+    logging.getLogger("fasth").setLevel(logging.ERROR)  # what to_svd leaves alone, once for each run
+
+
+def measured_costs(grid: experiments.Grid, results: Results, console: Console) -> experiments.Costs:
+    costs: experiments.Costs = {}
+    for task, width, methods in experiments.timed(grid):
+        name = {"experiment": "cost", "task": task.name, "width": width}
+        if not all(results.has({**name, "method": method}) for method in methods):
+            console.print(f"Timing a step: {task.name}, {width} wide")
+            for method, seconds in _step_times(task, width, methods).items():
+                record = {**name, "method": method, "ms": round(1e3 * seconds, 4)}
+                if not results.has(record):
+                    results.add(record)
+        times = {record["method"]: record["ms"] for record in results.records if name.items() <= record.items()}
+        if width == task.width:
+            costs |= {(task.name, method): times[method] / times[PLAIN] for method in methods}
+    return costs
+
+
+def _step_times(task: Task, width: int, methods: Sequence[str]) -> dict[str, float]:
+    """Medians of single training steps, taken in turns."""
+    contenders = {}
+    for method in methods:
+        run = {"method": method, "optimizer": "Adam", "lr": experiments.FIXED_RATE}
+        torch.manual_seed(0)
+        model = training.converted(task.network(width), run, task)
+        contenders[method] = (model, training.optimizer_of(model, run))
+    readings: dict[str, list[float]] = {method: [] for method in methods}
+    generator = Generator().manual_seed(0)
+    for i in range(ROUNDS + 3):
+        batch = task.batch(generator)
+        for method, (model, optimizer) in contenders.items():
+            start = time.perf_counter()
+            training.step(model, task, batch, optimizer)
+            if i >= 3:  # the first steps make the optimizer's state
+                readings[method].append(time.perf_counter() - start)
+    return {method: statistics.median(times) for method, times in readings.items()}
