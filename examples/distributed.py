@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fasth
 
-BATCH, LEARNING_RATE, WEIGHT_DECAY, CLIP = 32, 0.1, 1e-3, 1.0  # BATCH images on each process
+BATCH, LEARNING_RATE, WEIGHT_DECAY, CLIP = 32, 1e-3, 0.01, 1.0  # BATCH images on each process
 
 
 def network() -> nn.Sequential:
@@ -62,8 +62,8 @@ def batches(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:
     # After wrapping: an optimizer is to hold the shards.
-    groups = fasth.param_groups(model, weight_decay=WEIGHT_DECAY)
-    optimizer = torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9, nesterov=True)
+    groups = fasth.param_groups(model, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups)
     for epoch in range(epochs):
         losses = []
         for x, y in batches(images, labels):

@@ -46,12 +46,14 @@ def param_groups(
     """Parameters for an optimizer, in groups with the rates at which W = U diag(σ) Vᵀ trains as a dense W does at lr.
 
     **Rates.** Adam and its kin move every number by about lr. A dense W: (n, m) then moves by a matrix with entries
-    ±lr, of norm lr·√(n·m), and of spectral norm lr·(√n + √m) or more. The same step of sigma moves W by lr in the
-    spectral norm, so its rate is lr·(√n + √m). The same step of compact reflectors moves W by 1.0·lr·√(n·m), if the
-    singular values are those that ``nn.Linear`` starts with, and stays lr; full ones are twice as many numbers, and get
-    lr/√2. For an ``optimizer`` whose step is as long as the gradient, ``torch.optim.SGD``, the rates are
-    lr·(√n + √m)/2 and 0.3·lr. Where a spectrum maps sigma to σ, the rate is divided by the slope of the map (for SGD by
-    its square). All else has the rate lr. ``docs/training.md`` has the derivation and the experiments.
+    ±lr: its norm is lr·√(n·m), and its spectral norm about lr·(√n + √m) where the signs are random. One rate for all
+    would move W by lr·√k through its k singular values, of spectral norm lr: far less. The rate of sigma is
+    lr·(√n + √m)/2, with which a square W moves by lr·√(n·m), as the dense one does. Compact reflectors move W that much
+    at the rate lr, if the singular values are those that ``nn.Linear`` starts with; full ones are twice as many
+    numbers, and get lr/√2. For an ``optimizer`` whose step is as long as the gradient, ``torch.optim.SGD``, sigma's
+    rate is the same, and that of the reflectors is 0.3·lr, and half of it for full ones. Where a spectrum maps sigma to
+    σ, the rate is divided by the slope of the map, for SGD by its square. All else has the rate lr.
+    ``docs/training.md`` has the derivation and the experiments.
 
     **Decay.** As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W: where the loss has no gradient, a step takes
     W to (1 − lr·weight_decay)·W, as it does with a dense layer. So sigma's decay is divided by what its rate was
@@ -136,8 +138,8 @@ def _matrix_shape(layer: Any, where: str) -> tuple[int, int]:
 
 
 def _sigma_factor(n: int, m: int, spectrum: Spectrum, raw: Tensor, follows: bool) -> float:
-    factor, slope = math.sqrt(n) + math.sqrt(m), _slope(spectrum, raw)
-    return factor / 2 / slope**2 if follows else factor / slope
+    factor, slope = (math.sqrt(n) + math.sqrt(m)) / 2, _slope(spectrum, raw)
+    return factor / slope**2 if follows else factor / slope
 
 
 def _reflectors_factor(form: str, follows: bool) -> float:
@@ -150,10 +152,10 @@ def _slope(spectrum: Spectrum, raw: Tensor) -> float:
 
     Not beyond ±3, where maps to bounded σ are flat: a rate for that place would be far too large on the way back.
     """
-    raw = raw.detach()
-    raw = raw.full_tensor() if hasattr(raw, "full_tensor") else raw  # sharded over processes
     if raw.is_meta:  # with no values yet: those of a layer that starts with σ = 1
         raw = spectrum.inverse(torch.ones(raw.shape))
+    raw = raw.detach()
+    raw = raw.full_tensor() if hasattr(raw, "full_tensor") else raw  # sharded over processes
     raw = raw.double().clamp(-3, 3)
     step = torch.full_like(raw, 1e-5)
     step[..., ::2] *= -1
