@@ -151,7 +151,7 @@ def test_rates_of_reflectors_and_the_rest():
 @pytest.mark.parametrize("form", ["compact", "full"])
 @pytest.mark.parametrize(("n", "m"), [(64, 64), (40, 100)])
 def test_a_step_of_its_rate_moves_the_weight_as_a_dense_step_does(form, n, m):
-    """Random signs times the rate: the same norm from the reflectors and from sigma, which has half the spectral norm."""
+    """Random signs times the rate: the same norm from the reflectors, and from sigma, with half the spectral norm."""
     dense = nn.Linear(m, n).double()
     W = dense.weight.detach().clone()
 

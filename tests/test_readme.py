@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, one after the other."""
+"""The examples of a page run as they stand, one after the other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
-def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md"])
+def test_the_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
+        exec(compile(block, page, "exec"), names)
     assert "nan" not in capsys.readouterr().out

@@ -159,7 +159,7 @@ def test_the_command_reports_and_goes_on(tmp_path, monkeypatch, capsys):
     lines = (tmp_path / runner.FILE).read_text().splitlines()
     assert command.main([*arguments, "--only", "sweep"]) == 0
     assert (tmp_path / runner.FILE).read_text().splitlines() == lines, "nothing was left to do"
-    (tmp_path / runner.FILE).write_text("\n".join(lines[:-2]) + "\n")  # as if interrupted
+    (tmp_path / runner.FILE).write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:20])  # as if interrupted
     assert command.main([*arguments]) == 0
     records = [json.loads(line) for line in (tmp_path / runner.FILE).read_text().splitlines()[1:]]
     assert len(records) == len({runner.key(record) for record in records}) > len(lines)
@@ -172,6 +172,9 @@ def test_the_command_reports_and_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / runner.FILE).write_text(lines[0].replace(torch.__version__, "1.0") + "\n")
     assert command.main(arguments) == 2
     assert "was made otherwise: versions was" in capsys.readouterr().err
+    (tmp_path / runner.FILE).write_text("nonsense\n")
+    assert command.main(arguments) == 2
+    assert "should hold the results of a study" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["--workers", "0"])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from fasth import files
 from fasth.reproduce.study import data, experiments, figures, runner, tables
 from fasth.reproduce.study.runner import FILE, OtherStudy, Results
+from fasth.reproduce.study.training import WrongAnswer
 from fasth.reproduce.tables import markdown
 from fasth.reproduce.timing import environment
 
@@ -22,7 +22,7 @@ OUT = Path("build") / "study"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 for what cannot be done, or 130 if it was interrupted."""
+    """Returns 0; 1 if an answer was wrong; 2 for what cannot be done; 130 if it was interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m fasth.reproduce.study",
         description="Do networks that have SVDs learn as well as plain ones?",
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="shorter trainings, fewer of them: under five minutes")
     parser.add_argument("--only", nargs="+", choices=experiments.NAMES, metavar="NAME", default=experiments.NAMES,
                         help=f"some of: {', '.join(experiments.NAMES)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, help=f"default: {OUT}, with --quick {OUT}-quick")
+    parser.add_argument("--out", type=Path, help=f"where results go; default: {OUT}, with --quick {OUT}-quick")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="do not go on from what is in the folder: start anew")
     parser.add_argument("--report", action="store_true", help="train nothing: tables and figures of what is there")
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     if data.images().name == "digits":
         console.print(data.HOW_TO_INSTALL, soft_wrap=True)
-    if options.again and out.exists():
-        shutil.rmtree(out)
+    if options.again:
+        (out / FILE).unlink(missing_ok=True)
     try:
         results = Results(out / FILE, {**environment("cpu"), "images": data.images().name})
         if not options.report:
@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OtherStudy as error:
         print(f"{error}. Take another --out, or --again to replace it", file=sys.stderr)
         return 2
+    except WrongAnswer as error:
+        print(f"Stopped, because an answer is wrong: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         console.print(f"Interrupted. What is done is in {out / FILE}; the same command goes on from there.")
         return 130

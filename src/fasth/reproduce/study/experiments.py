@@ -13,6 +13,7 @@ from fasth.reproduce.study.training import Run
 
 NAMES = ("sweep", "equal time", "low rank", "factors", "peers", "starts", "widths", "optimizers")
 FIXED_RATE = 1e-3
+SGD_RATE = 3e-2  # near the best of the MLP's and of the convolutions' sweeps
 STARTS = (PLAIN, "plain, orthogonal start", "SVD, σ = 1", "SVD, linear")
 PEERS_WIDTH = 128
 
@@ -122,15 +123,21 @@ def _equal_time(grid: Grid, costs: Costs) -> list[Run]:
 
 
 def _factors(grid: Grid) -> list[Run]:
-    """The rates of σ and of the reflectors times a factor, with both kinds of reflectors."""
-    kinds = [(task, SVD) for task in grid.tasks] + [(MLP, "SVD, full reflectors")]
+    """The rates of σ and of the reflectors times a factor, with both kinds of reflectors, and for SGD."""
     return [
-        {**_run(grid, task, method, FIXED_RATE, seed), of: factor}
-        for task, method in kinds
+        {**_run(grid, task, method, lr, seed, optimizer), of: factor}
+        for task, method, optimizer, lr in factor_rows(grid)
         for of in ("sigma", "reflectors")
         for factor in grid.factors
         for seed in range(grid.fewer_seeds)
     ]
+
+
+def factor_rows(grid: Grid) -> list[tuple[Task, str, str, float]]:
+    """Tasks, methods, optimizers and rates with which the factors are tried."""
+    full = (MLP, "SVD, full reflectors", "Adam", FIXED_RATE)
+    of_sgd = [(task, SVD, "SGD", SGD_RATE) for task in (MLP, CONV) if task in grid.tasks]
+    return [*((task, SVD, "Adam", FIXED_RATE) for task in grid.tasks), full, *of_sgd]
 
 
 def _low_rank(grid: Grid) -> list[Run]:

@@ -145,7 +145,7 @@ def factors(study: Study) -> Figure:
     looks = {"sigma": ("rate of σ", STYLES[SVD]), "reflectors": ("rate of the reflectors", STYLES[ORTHOGONAL])}
     for task, panel in zip(tasks, axes, strict=False):
         for of, (label, style) in looks.items():
-            records = study.of("factors", task=task.name, method=SVD)
+            records = study.of("factors", task=task.name, method=SVD, optimizer="Adam")
             points = {factor: score(r for r in records if r.get(of) == factor) for factor in study.grid.factors}
             _line(panel, points, style, label)
         panel.set(xscale="log", xlabel="times the rule's rate", ylabel=_axis(task))

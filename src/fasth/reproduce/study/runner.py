@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Generator
 
+from fasth import files
 from fasth.reproduce.study import experiments, training
 from fasth.reproduce.study.methods import PLAIN
 from fasth.reproduce.study.tasks import Task
@@ -41,25 +43,36 @@ class Results:
         self.path, self.environment = path, environment
         self.records: list[Record] = []
         if path.exists():
-            first, *lines = path.read_text(encoding="utf-8").splitlines()
-            self.environment, self.records = json.loads(first), [json.loads(line) for line in lines]
-            for name in ("versions", "images"):
-                if self.environment[name] != environment[name]:
-                    then, now = self.environment[name], environment[name]
-                    raise OtherStudy(f"{path} was made otherwise: {name} was {then}, now {now}")
+            self._read()
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(environment, ensure_ascii=False) + "\n", encoding="utf-8")
+            files.write(path, _line(environment))
         self.done = {key(record) for record in self.records}
+
+    def _read(self) -> None:
+        try:
+            # A line without its end was cut off, by a power failure or the like.
+            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+            first, *self.records = map(json.loads, lines)
+            different = [name for name in ("versions", "images") if first[name] != self.environment[name]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise OtherStudy(f"{self.path} should hold the results of a study; it cannot be read: {error!r}") from None
+        for name in different:
+            raise OtherStudy(f"{self.path} was made otherwise: {name} was {first[name]}, now {self.environment[name]}")
+        self.environment = first
+        files.write(self.path, "".join(lines))
 
     def add(self, record: Record) -> None:
         self.records.append(record)
         self.done.add(key(record))
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(_line(record))
 
     def has(self, run: Run) -> bool:
         return key(run) in self.done
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def key(run: Run) -> str:
@@ -74,6 +87,8 @@ def run(grid: experiments.Grid, only: Sequence[str], results: Results, workers: 
     for one in experiments.runs(grid, costs, only):
         if not results.has(one):
             runs.setdefault(key(one), one)
+    if not runs:
+        return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
         futures = {pool.submit(training.train, one): one for one in runs.values()}
         try:
@@ -86,6 +101,8 @@ def run(grid: experiments.Grid, only: Sequence[str], results: Results, workers: 
                     bar.update(all_of_it, advance=1, description=done)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()  # a training may take a minute
             raise
 
 
@@ -96,6 +113,7 @@ def _bar(console: Console) -> Progress:
 
 def _one_thread() -> None:
     """So many processes as cores, of one thread each, get more done than one process with as many threads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees to that
     torch.set_num_threads(1)
     logging.getLogger("fasth").setLevel(logging.ERROR)  # what to_svd leaves alone, once for each run
 

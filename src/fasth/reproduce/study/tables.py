@@ -153,17 +153,15 @@ def _widths(study: Study) -> Table:
 
 
 def _factors(study: Study) -> Table:
-    rows: list[list[str]] = []
+    rows = []
     for of, what in (("sigma", "σ"), ("reflectors", "reflectors")):
-        for task in (*study.grid.tasks, MLP):
-            full = len(rows) % (len(study.grid.tasks) + 1) == len(study.grid.tasks)
-            method = "SVD, full reflectors" if full else SVD
-            records = study.of("factors", task=task.name, method=method)
+        for task, method, optimizer, lr in experiments.factor_rows(study.grid):
+            records = study.of("factors", task=task.name, method=method, optimizer=optimizer)
             cells = [_cell(score(r for r in records if r.get(of) == factor)) for factor in study.grid.factors]
             if records:
-                rows.append([what, f"{_label(task)}{', full reflectors' if full else ''}", *cells])
-    columns = ["rate of", "task", *(f"× {factor:g}" for factor in study.grid.factors)]
-    return Table(f"The rule's rates times a factor, Adam at {FIXED_RATE:g}", columns, rows)
+                rows.append([what, f"{method}, {optimizer} at {lr:g}", _label(task), *cells])
+    columns = ["rate of", "", "task", *(f"× {factor:g}" for factor in study.grid.factors)]
+    return Table("The rule's rates times a factor", columns, rows)
 
 
 def _starts(study: Study) -> Table:
