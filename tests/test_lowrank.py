@@ -127,7 +127,11 @@ def test_the_weight_is_not_formed(form: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_parameters(m: int, n: int, r: int, form: str) -> None:
     layer = LinearSVD(m, n, rank=r, reflectors=form)
     shapes = {name: tuple(t.shape) for name, t in layer.state_dict().items()}
-    assert shapes == {"U": (r, n), "V": (r, m), "sigma": (r,), "bias": (n,), "signs": (2, r)}
+    U, V = ("U", "V") if form == "full" else ("reflectors_U", "reflectors_V")
+    assert shapes == {U: (r, n), V: (r, m), "sigma": (r,), "bias": (n,), "signs": (2, r)}
+    other = LinearSVD(m, n, rank=r, reflectors="full" if form == "compact" else "compact")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(layer.state_dict())
     assert layer.rank == r and LinearSVD(m, n).rank == min(n, m)
     layer(torch.randn(3, m)).sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
@@ -389,7 +393,8 @@ def test_compressed_weights_stay_shared() -> None:
     model[1].weight = model[0].weight
     for source in (model, to_svd(model), to_svd(model, rank=5)):
         for small in (compress(source, rank=2, trainable=True), to_svd(model, rank=2)):
-            assert small[0].U is small[1].U and small[0].V is small[1].V and small[0].sigma is small[1].sigma
+            for name in ("reflectors_U", "reflectors_V", "sigma"):
+                assert getattr(small[0], name) is getattr(small[1], name)
             assert small[0].bias is not small[1].bias
             dense = to_dense(small)
             assert dense[0].weight is dense[1].weight
@@ -403,3 +408,15 @@ def test_compress_in_low_precision(dtype: torch.dtype) -> None:
         expected = nearest(layer.weight.double(), 3)
         if isinstance(layer, nn.Linear):  # the singular values of the other are equal, and any three are the largest
             assert_same(small.weight, expected, 4)
+
+
+@pytest.mark.parametrize("trained", ["sigma", "reflectors"])
+def test_compress_keeps_frozen_what_was_frozen(trained: str) -> None:
+    layer = LinearSVD(8, 6, init="linear")
+    layer.reflectors.requires_grad_(trained == "reflectors")
+    layer.sigma.requires_grad_(trained == "sigma")
+    small: Any = compress(layer, rank=2, trainable=True)
+    assert small.sigma.requires_grad == (trained == "sigma") and small.init == "linear"
+    assert small.reflectors_U.requires_grad == small.reflectors_V.requires_grad == (trained == "reflectors")
+    frozen: Any = compress(nn.Linear(8, 6).requires_grad_(False), rank=2, trainable=True)
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())

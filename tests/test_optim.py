@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense import assert_within
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fasth import parametrizations, spectrum
 from fasth.convert import to_svd
@@ -122,7 +123,6 @@ def test_rates_of_sigma():
     for layer, n, m in (
         (LinearSVD(9, 16), 16, 9),
         (LinearSVD(9, 16, reflectors="full"), 16, 9),
-        (LinearSVD(9, 16, rank=2), 16, 9),
         (LinearSymmetric(9), 9, 9),
         (Conv2dSVD(4, 25, 3), 25, 36),
         (Conv1dSVD(4, 25, 9), 25, 36),
@@ -135,7 +135,7 @@ def test_rates_of_sigma():
 
 def test_rates_of_reflectors_and_the_rest():
     half = round(math.sqrt(0.5), 4)
-    compact = (LinearSVD(4, 6), LinearSVD(4, 6, rank=2), LinearOrthogonal(4, 6), LinearSymmetric(4), Conv2dSVD(2, 3, 2))
+    compact = (LinearSVD(4, 6), LinearOrthogonal(4, 6), LinearSymmetric(4), Conv2dSVD(2, 3, 2))
     compact += (RNNSVD(3, 4), parametrizations.orthogonal(nn.Linear(4, 6)), parametrizations.svd(nn.Linear(4, 6)))
     for layer in compact:
         assert rates(layer, "reflectors") == {1.0}
@@ -190,12 +190,36 @@ def test_rates_follow_the_slope_of_the_spectrum(map, slope):
     assert list(rates(meta)) == pytest.approx([rate], rel=1e-4)
 
 
-def test_the_rate_of_a_normalized_sigma_and_of_one_at_the_end_of_its_range():
-    assert 4 / 2 < max(rates(LinearSVD(16, 16, spectrum=spectrum.normalized()))) < 2 * 4
-    layer = LinearSVD(16, 16, spectrum=spectrum.between(0, 4))
+def test_rates_of_the_other_spectra():
+    """Of a normalized one, also where it is constant; of a range that does not reach 1; of a very narrow one."""
+    assert rates(LinearSVD(16, 16, spectrum=spectrum.normalized())) == {4.0}
+    assert rates(LinearSVD(1, 1, spectrum=spectrum.normalized())) == {1.0}
+    (outside,) = rates(LinearSVD(16, 16, spectrum=spectrum.between(2, 10)))
+    assert 4 / 2 < outside < 4 / 0.5  # the slope in the middle is 2
+    assert rates(LinearSVD(16, 16, spectrum=spectrum.around(1, 1e-6))) == {4 / 0.05}
+
+
+def test_rates_of_low_rank():
+    layer = LinearSVD(36, 16, rank=4)
+    assert rates(layer) == {2 * 5.0} and rates(layer, "reflectors") == {2.0}
+    assert rates(layer, **SGD) == {5.0} and rates(layer, "reflectors", **SGD) == {0.3}
+
+
+def test_rates_do_not_depend_on_the_default_device_or_on_values():
+    layer = LinearSVD(16, 16, spectrum=spectrum.positive())
+    expected = rates(layer)
+    with torch.device("meta"):
+        assert rates(layer) == expected
     with torch.no_grad():
-        layer.sigma.fill_(-30.0)  # where the map is flat
-    assert max(rates(layer)) < 4 / 0.15  # the slope in the middle is 1
+        layer.sigma.fill_(float("nan"))
+    assert rates(layer) == expected
+
+
+def test_pruned_parameters_are_what_they_were():
+    layer = LinearSVD(16, 16)
+    prune.l1_unstructured(layer, "sigma", amount=2)
+    prune.l1_unstructured(layer, "reflectors", amount=2)
+    assert rates(layer) == {4.0} and rates(layer, "reflectors") == {1.0} and rates(layer, "dense") == set()
 
 
 def test_decay_is_divided_where_the_optimizer_multiplies_it_by_the_rate():
@@ -257,7 +281,8 @@ def test_training_a_converted_model():
 
 
 def partly_ours() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), LinearSVD(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    ours = (LinearSVD(16, 16, spectrum=spectrum.positive()) for _ in range(2))
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), *ours, nn.Tanh(), nn.Linear(16, 1))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule, steps: int) -> None:
@@ -294,8 +319,10 @@ def test_schedules_scale_all_rates_alike(schedule):
 def test_resuming_from_a_checkpoint(tmp_path):
     """Half of a training, and the rest of it by another model and optimizer, made anew and loaded."""
 
-    def made():
+    def made(state=None):
         model = partly_ours()
+        if state is not None:
+            model.load_state_dict(state)
         optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, weight_decay=0.1))
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
@@ -305,8 +332,9 @@ def test_resuming_from_a_checkpoint(tmp_path):
     torch.manual_seed(1)
     train(*whole, 10)
 
-    resumed = made()
-    for part, state in zip(resumed, torch.load(tmp_path / "checkpoint"), strict=True):
+    states = torch.load(tmp_path / "checkpoint")
+    resumed = made(states[0])  # the optimizer is made of a model that was loaded before
+    for part, state in zip(resumed[1:], states[1:], strict=True):
         part.load_state_dict(state)
     torch.manual_seed(1)
     train(*resumed, 10)

@@ -29,7 +29,10 @@ def definition_weight(layer: Any) -> Tensor:
     if hasattr(layer, "eig"):
         U = _orthogonal(layer.reflectors, layer.form)
         return U @ torch.diag(sigma) @ U.mT
-    U, V = (layer.reflectors.mT, layer.reflectors) if hasattr(layer, "reflectors") else (layer.U, layer.V)
+    if hasattr(layer, "reflectors"):
+        U, V = layer.reflectors.mT, layer.reflectors
+    else:
+        U, V = (layer.reflectors_U, layer.reflectors_V) if hasattr(layer, "reflectors_U") else (layer.U, layer.V)
     U, V = (_orthogonal(V, layer.form, signs)[:, : len(sigma)] for V, signs in zip((U, V), layer.signs, strict=True))
     return U @ torch.diag(sigma) @ V.mT
 

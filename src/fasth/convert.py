@@ -67,7 +67,7 @@ def to_svd(
         reflectors: "compact", or "full" for the paper's square U and V; an RNN's are always compact.
         rank: how many singular values each Linear and Conv layer has, at most; by default all. Fewer make the weight
             the nearest of that rank, and the layer r·(n + m) parameters, for a weight of shape (n, m). RNNs are
-            converted as without it.
+            converted as without it, and layers that are SVDs already stay as they are: see ``compress``.
         report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, what was
             left alone is logged, as a warning of the logger "fasth".
 

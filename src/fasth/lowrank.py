@@ -124,9 +124,10 @@ def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
         new = skip_init(kind, *sizes, **geometry, **options)
     (U, U_signs), (V, V_signs) = compact_from_dense(U), compact_from_dense(V)
     new._set_factors(U, sigma, V, torch.stack((U_signs, V_signs)))
-    trained = any(factor.requires_grad for factor in factors(layer))
-    for factor in factors(new):
-        factor.requires_grad_(trained)
+    was_trained = {factor is getattr(layer, "sigma", None): factor.requires_grad for factor in factors(layer)}
+    for factor in factors(new):  # sigma as it was, and the reflectors as they were; of a dense layer all as its weight
+        factor.requires_grad_(was_trained.get(factor is new.sigma, was_trained[False]))
+    new.init = getattr(layer, "init", new.init)
     return new
 
 

@@ -7,14 +7,15 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-from fasth.nn.factored import Factored
+from fasth.nn import RNNSVD, LinearOrthogonal, LinearSymmetric
+from fasth.nn.factors import SVDFactors
 from fasth.parametrizations import OrthogonalWeight, SVDWeight
-from fasth.spectrum import Spectrum
+from fasth.spectrum import Spectrum, free
 
 __all__ = ["param_groups"]
 
@@ -52,7 +53,8 @@ def param_groups(
     at the rate lr, if the singular values are those that ``nn.Linear`` starts with; full ones are twice as many
     numbers, and get lr/√2. For an ``optimizer`` whose step is as long as the gradient, ``torch.optim.SGD``, sigma's
     rate is the same, and that of the reflectors is 0.3·lr, and half of it for full ones. Where a spectrum maps sigma to
-    σ, the rate is divided by the slope of the map, for SGD by its square. All else has the rate lr.
+    σ, the rate is divided by the slope of the map, for SGD by its square. For a layer of rank r, Adam's rates are
+    multiplied by √(min(n, m)/r), since fewer numbers move W less. All else has the rate lr.
     ``docs/training.md`` has the derivation and the experiments.
 
     **Decay.** As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W: where the loss has no gradient, a step takes
@@ -64,7 +66,7 @@ def param_groups(
     Args:
         model: any module, of which some layers may be plain. A parameter that it holds twice is listed once.
         lr: the rate that a dense model would be trained with. Without it the groups take the optimizer's.
-        weight_decay: as the optimizer takes it. It is set for every group, so that the optimizer's default has no say.
+        weight_decay: as the optimizer takes it. It is set for every group, in place of the optimizer's default.
         optimizer: the class that the groups are for. ``SGD`` and ``ASGD`` follow the gradient, any other class counts
             as one of Adam's kin. ``Adam`` and others that add the decay to the gradient get it undivided.
 
@@ -80,8 +82,8 @@ def param_groups(
     """
     _check(model, lr, weight_decay, optimizer)
     groups: dict[tuple[str, float], dict[str, Any]] = {}
-    for parameter, (kind, factor) in _roles(model, _is_a(optimizer, _STEP_FOLLOWS_GRADIENT)).items():
-        factor = 1.0 if lr is None else factor
+    rule = None if lr is None else _Rule(follows_gradient=_is_a(optimizer, _STEP_FOLLOWS_GRADIENT))
+    for parameter, (kind, factor) in _roles(model, rule).items():
         decay = weight_decay if _is_a(optimizer, _DECAY_IS_GRADIENT) else weight_decay / factor
         group: dict[str, Any] = {"params": [], "name": kind, "weight_decay": 0.0}
         if kind in (SIGMA, DENSE):
@@ -99,68 +101,84 @@ class _Role(NamedTuple):
     factor: float = 1.0
 
 
-def _roles(model: nn.Module, follows: bool) -> dict[nn.Parameter, _Role]:
+class _Weight(NamedTuple):
+    """What a module holds as its factors: W: (n, m) with ``rank`` singular values."""
+
+    n: int
+    m: int
+    rank: int
+    form: str
+    spectrum: Spectrum
+
+
+class _Rule(NamedTuple):
+    """By how much the rates of an SVD are larger than that of its dense twin."""
+
+    follows_gradient: bool  # the optimizer's step, as SGD's does
+
+    def sigma(self, W: _Weight) -> float:
+        factor, slope = (math.sqrt(W.n) + math.sqrt(W.m)) / 2, _slope(W.spectrum)
+        return factor / slope**2 if self.follows_gradient else factor / slope * _thinness(W)
+
+    def reflectors(self, W: _Weight) -> float:
+        factor = 1.0 if W.form == "compact" else math.sqrt(0.5)
+        return 0.3 * factor**2 if self.follows_gradient else factor * _thinness(W)
+
+
+def _thinness(W: _Weight) -> float:
+    """A weight of lower rank has fewer numbers, and moves less when each of them moves by the rate."""
+    return math.sqrt(min(W.n, W.m) / W.rank)
+
+
+def _roles(model: nn.Module, rule: _Rule | None) -> dict[nn.Parameter, _Role]:
+    """Without a rule all factors are 1."""
     roles: dict[nn.Parameter, _Role] = {}
     for module in model.modules():
+        weight = _weight_of(module)
         for name, parameter in module.named_parameters(recurse=False):
             if is_lazy(parameter):
                 raise ValueError(f"`model` should have seen a first batch, which sets the size of its {module}")
-            role = _role(module, name, parameter, follows)
+            role = _role(weight, name.removesuffix("_orig"), parameter, rule)  # as torch.nn.utils.prune renames it
             # Held twice, as a reflector and as something else: it is a reflector, and does not decay.
             if parameter not in roles or role.kind == REFLECTORS:
                 roles[parameter] = role
     return roles
 
 
-def _role(module: nn.Module, name: str, parameter: nn.Parameter, follows: bool) -> _Role:
-    """``follows``: whether the optimizer's step follows the gradient."""
-    if isinstance(module, ParametrizationList) and isinstance(module[0], (OrthogonalWeight, SVDWeight)):
-        weight: Any = module[0]
-        if name == "original1":
-            n, m = weight.shape[-2:]
-            return _Role(SIGMA, _sigma_factor(n, m, weight.spectrum, parameter, follows))
-        return _Role(REFLECTORS, _reflectors_factor("compact", follows))
-    if isinstance(module, Factored):
-        layer: Any = module
-        if name.startswith("sigma"):
-            n, m = _matrix_shape(layer, name.removeprefix("sigma"))
-            return _Role(SIGMA, _sigma_factor(n, m, layer.spectrum, parameter, follows))
-        if name in ("U", "V") or name.startswith("reflectors"):
-            return _Role(REFLECTORS, _reflectors_factor(getattr(layer, "form", "compact"), follows))
+def _role(weight: _Weight | None, name: str, parameter: nn.Parameter, rule: _Rule | None) -> _Role:
+    if weight is not None and name.startswith(("sigma", "original1")):
+        return _Role(SIGMA, rule.sigma(weight) if rule else 1.0)
+    if weight is not None and (name in ("U", "V") or name.startswith(("reflectors", "original"))):
+        return _Role(REFLECTORS, rule.reflectors(weight) if rule else 1.0)
     return _Role(DENSE if parameter.ndim >= 2 else VECTORS)
 
 
-def _matrix_shape(layer: Any, where: str) -> tuple[int, int]:
-    """(n, m) of the weight; ``where`` says which one of an RNN's."""
-    shared = getattr(layer, f"reflectors{where}", None)
-    n, m = (layer.U.shape[-1], layer.V.shape[-1]) if shared is None else shared.shape
-    return n, m
+def _weight_of(module: Any) -> _Weight | None:
+    """What a module holds as its factors, if it does; an RNN's weights are alike."""
+    if isinstance(module, ParametrizationList) and isinstance(module[0], (OrthogonalWeight, SVDWeight)):
+        n, m = module[0].shape[-2:]
+        return _Weight(n, m, min(n, m), "compact", getattr(module[0], "spectrum", free()))
+    if isinstance(module, SVDFactors):
+        return _Weight(*module._matrix_shape, module.rank, module.form, module.spectrum)
+    if isinstance(module, RNNSVD):
+        h = module.hidden_size
+        return _Weight(h, h, h, "compact", module.spectrum)
+    if isinstance(module, (LinearOrthogonal, LinearSymmetric)):
+        n, m = module.out_features, module.in_features
+        return _Weight(n, m, min(n, m), module.form, getattr(module, "spectrum", free()))
+    return None
 
 
-def _sigma_factor(n: int, m: int, spectrum: Spectrum, raw: Tensor, follows: bool) -> float:
-    factor, slope = (math.sqrt(n) + math.sqrt(m)) / 2, _slope(spectrum, raw)
-    return factor / slope**2 if follows else factor / slope
+def _slope(spectrum: Spectrum) -> float:
+    """dσ/draw where σ = 1, or as near to that as the map is not flat; at least 0.05.
 
-
-def _reflectors_factor(form: str, follows: bool) -> float:
-    factor = 1.0 if form == "compact" else math.sqrt(0.5)
-    return 0.3 * factor**2 if follows else factor
-
-
-def _slope(spectrum: Spectrum, raw: Tensor) -> float:
-    """The root mean square of dσ/draw at raw, by a small step up and down in turns.
-
-    Not beyond ±3, where maps to bounded σ are flat: a rate for that place would be far too large on the way back.
+    It does not depend on the values of a layer: an optimizer that is made after a checkpoint was loaded has the groups
+    of the one before. A smaller slope belongs to a range of σ so narrow that one step might cross it.
     """
-    if raw.is_meta:  # with no values yet: those of a layer that starts with σ = 1
-        raw = spectrum.inverse(torch.ones(raw.shape))
-    raw = raw.detach()
-    raw = raw.full_tensor() if hasattr(raw, "full_tensor") else raw  # sharded over processes
-    raw = raw.double().clamp(-3, 3)
-    step = torch.full_like(raw, 1e-5)
-    step[..., ::2] *= -1
+    raw = spectrum.inverse(torch.ones(2, dtype=torch.float64, device="cpu")).clamp(-2.5, 2.5)
+    step = torch.tensor([1e-5, -1e-5], dtype=torch.float64, device="cpu")
     change = (spectrum(raw + step) - spectrum(raw - step)) / (2 * step)
-    return round(change.square().mean().sqrt().item(), 6)  # without the rounding of the difference
+    return max(round(change.abs().mean().item(), 6), 0.05)
 
 
 def _is_a(optimizer: OptimizerClass, kinds: tuple[OptimizerClass, ...]) -> bool:

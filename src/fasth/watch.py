@@ -21,7 +21,7 @@ def spectra(model: nn.Module) -> Spectra:
     """The singular values of every weight of ``model`` that is held as its factors, now. Nothing is decomposed.
 
     That is, of the layers of fasth and of the tensors under ``fasth.parametrizations``. O(d log d) for each, to sort
-    them.
+    them. A layer of lower rank has its r values here, without the zeros.
 
     Example:
         >>> print(spectra(nn.Sequential(LinearSVD(64, 64), nn.ReLU(), LinearOrthogonal(64, 10))))

@@ -52,7 +52,7 @@ class Factored(nn.Module):
 
     bias: nn.Parameter | None
     _made_of: tuple[str, ...]
-    _thin: bool  # of fewer singular values than its shape has: the weight is never formed to multiply by it
+    _thin: bool = False  # of fewer singular values than its shape has: the weight is never formed to multiply by it
     _kept: Kept | None
     _kept_for_graphs: Kept | None
     _seen_by_graphs: tuple[int, ...] | None
@@ -60,7 +60,6 @@ class Factored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._thin = False
         self._forget()
         self._number = kept.register(self)
 

@@ -19,7 +19,7 @@ from fasth.reflections.blocked import expand_compact
 REFLECTORS = ("compact", "full")
 INITS = ("haar", "identity")
 SVD_INITS = (*INITS, "linear")
-DEFAULT_INIT = "haar"  # of what has an SVD of its own
+DEFAULT_INIT = "haar"  # of layers that train sigma
 
 
 class SVDFactors(Factored):
@@ -31,11 +31,14 @@ class SVDFactors(Factored):
         compact: one parameter ``reflectors``: (n, m). Below its diagonal stand U's, as columns, right of it V's, as
             rows, each with a 1 on the diagonal that is not stored; the diagonal itself is not used.
         full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row.
-        of rank k < min(n, m): two parameters ``U``: (k, n) and ``V``: (k, m), one reflector a row. Compact ones have a
-            1 in column i of row i that is not stored; that entry and those left of it are not used.
+        of rank k < min(n, m): two parameters, (k, n) and (k, m), one reflector a row: ``U`` and ``V`` if they are full,
+            ``reflectors_U`` and ``reflectors_V`` if compact. These have a 1 in column i of row i that is not stored;
+            that entry and those left of it are not used.
     """
 
     reflectors: nn.Parameter
+    reflectors_U: nn.Parameter
+    reflectors_V: nn.Parameter
     U: nn.Parameter
     V: nn.Parameter
     sigma: nn.Parameter
@@ -58,9 +61,11 @@ class SVDFactors(Factored):
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= min(n, m):
             raise ValueError(f"`rank` should be an int from 1 to {min(n, m)} for a weight of {n}×{m}; got {rank!r}")
         self._matrix_shape, self._thin = (n, m), k < min(n, m)
-        shapes = {"reflectors": (n, m)} if form == "compact" else {"U": (n, n), "V": (m, m)}
         if self._thin:
-            shapes = {"U": (k, n), "V": (k, m)}
+            U, V = _thin_names(form)
+            shapes = {U: (k, n), V: (k, m)}
+        else:
+            shapes = {"reflectors": (n, m)} if form == "compact" else {"U": (n, n), "V": (m, m)}
         for name, shape in (*shapes.items(), ("sigma", (k,))):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.register_buffer("signs", torch.empty(2, k, device=device, dtype=dtype))
@@ -113,7 +118,8 @@ class SVDFactors(Factored):
     def _set_factors(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> None:
         """From compact reflectors, U: (·, n) and V: (·, m)."""
         if self._thin:
-            self._write(U=in_form(U, self.form), V=in_form(V, self.form))
+            reflectors = in_form(U, self.form), in_form(V, self.form)
+            self._write(**dict(zip(_thin_names(self.form), reflectors, strict=True)))
         elif self.form == "compact":
             self._write(reflectors=joined(U, V))
         else:
@@ -124,9 +130,16 @@ class SVDFactors(Factored):
 def factors_of(layer: SVDFactors) -> tuple[Tensor, Tensor, Tensor | None]:
     """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
     sigma = layer.spectrum(layer.sigma)
-    if layer._thin or layer.form == "full":
+    if layer.form == "full":
         return layer.U, sigma, layer.V
+    if layer._thin:
+        return layer.reflectors_U, sigma, layer.reflectors_V
     return layer.reflectors, sigma, None
+
+
+def _thin_names(form: str) -> tuple[str, str]:
+    """Of the reflectors of U and V. Their shapes are the same in both forms; a checkpoint should not fit both."""
+    return ("U", "V") if form == "full" else ("reflectors_U", "reflectors_V")
 
 
 def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:

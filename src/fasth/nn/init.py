@@ -11,7 +11,7 @@ GRID = 4096  # points in [0, π]: the quantiles are then right to 1e-6
 
 
 def singular_values_of_linear(n: int, m: int) -> Tensor:
-    """Those of an ``nn.Linear`` weight at its start, to be expected: (min(n, m),), descending, in float64. O(n + m).
+    """The singular values to expect of a new ``nn.Linear`` weight: (min(n, m),), descending, in float64.  O(n + m).
 
     W: (n, m) is drawn uniformly from ±1/√m, as that of a convolution with m = in·kh·kw is: with variance 1/(3m). With
     k = min(n, m), N = max(n, m) and c = k/N its singular values are

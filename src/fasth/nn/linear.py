@@ -135,13 +135,14 @@ class LinearSVD(_Linear, SVDFactors):
             ``fasth.nn.init``. The spectrum replaces each σ by the nearest that it has. For a given matrix, see
             ``set_weight_``.
         rank: how many singular values, r, from 1 to min(in, out), which is the default. With fewer the layer has
-            ``U``: (r, out) and ``V``: (r, in), one reflector a row, so that parameters, work and the optimizer's state
-            are r·(in + out), and W is never formed.
+            ``reflectors_U``: (r, out) and ``reflectors_V``: (r, in), one a row, so that parameters, work and the
+            optimizer's state are r·(in + out), and W is never formed.
 
     Few rows are multiplied by the reflections, twice the operations of ``nn.Linear``, four times if they are full; for
     many W is formed first. In eval mode without gradients the dense W is kept until a parameter changes, so that only
     F.linear is left to do; ``Factored`` says how a change is noticed. Of rank r < min(in, out), a row takes
-    4·r·(in + out) operations by the reflections and half of that by r columns of U and V, which are formed for many.
+    4·r·(in + out) operations by the reflections and half of that by r columns of U and V, which are formed for many
+    rows, but not under ``torch.compile``.
     """
 
     def __init__(
