@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+import fasth
 from fasth import files
-from fasth.reproduce.study import data, experiments, figures, runner, tables
+from fasth.reproduce.study import data, experiments, figures, methods, runner, tables
 from fasth.reproduce.study.runner import FILE, OtherStudy, Results
 from fasth.reproduce.study.training import WrongAnswer
 from fasth.reproduce.tables import markdown
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.again:
         (out / FILE).unlink(missing_ok=True)
     try:
-        results = Results(out / FILE, {**environment("cpu"), "images": data.images().name})
+        results = Results(out / FILE, {**environment("cpu"), "images": data.images().name, "rates": rates()})
         if not options.report:
             runner.run(grid, options.only, results, options.workers, console)
     except OtherStudy as error:
@@ -60,6 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written = write(tables.Study(grid, results.records), results.environment, out)
     console.print(f"Written to {out}: {', '.join(written)}", soft_wrap=True)
     return 0
+
+
+def rates() -> dict[str, dict[str, float]]:
+    """Those of a layer, by which results of another rule are found out."""
+    layer = fasth.LinearSVD(64, 256)
+    found = {name: fasth.param_groups(layer, lr=1.0, optimizer=kind) for name, (kind, *_) in methods.OPTIMIZERS.items()}
+    return {name: {group["name"]: round(group["lr"], 4) for group in groups} for name, groups in found.items()}
 
 
 def write(study: tables.Study, machine: dict[str, Any], out: Path) -> list[str]:

@@ -11,7 +11,7 @@ from fasth.reproduce.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
 from fasth.reproduce.study.tasks import CONV, DEEP, FIVE, FLOW_WHOLE, MLP, Task
 from fasth.reproduce.study.training import Run
 
-NAMES = ("sweep", "equal time", "low rank", "factors", "peers", "starts", "widths", "optimizers")
+NAMES = ("sweep", "equal time", "low rank", "factors", "peers", "starts", "long", "widths", "optimizers")
 FIXED_RATE = 1e-3
 SGD_RATE = 3e-2  # near the best of the MLP's and of the convolutions' sweeps
 STARTS = (PLAIN, "plain, orthogonal start", "SVD, σ = 1", "SVD, linear")
@@ -30,6 +30,7 @@ class Grid:
     fewer_seeds: int  # where there are many runs
     tasks: Sequence[Task]
     rates: Sequence[float]
+    fewer_rates: Sequence[float]  # where there are many runs
     rates_of_starts: Sequence[float]
     rates_of_adamw: Sequence[float]
     rates_of_sgd: Sequence[float]
@@ -46,7 +47,8 @@ FULL = Grid(
     seeds=3,
     fewer_seeds=2,
     tasks=FIVE,
-    rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+    fewer_rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
     rates_of_starts=(1e-3, 3e-3),
     rates_of_adamw=(1e-4, 1e-3, 1e-2),
     rates_of_sgd=(3e-3, 3e-2, 3e-1),
@@ -58,11 +60,12 @@ FULL = Grid(
     peers=tuple(methods.PEERS),
 )
 QUICK = Grid(
-    shortened=0.2,
+    shortened=0.15,
     seeds=2,
     fewer_seeds=1,
     tasks=FIVE,
     rates=(1e-3, 1e-2),
+    fewer_rates=(1e-3, 1e-2),
     rates_of_starts=(1e-3,),
     rates_of_adamw=(1e-3,),
     rates_of_sgd=(3e-2,),
@@ -83,6 +86,7 @@ def runs(grid: Grid, costs: Costs, only: Iterable[str] = NAMES) -> list[Run]:
         "factors": lambda: _factors(grid),
         "low rank": lambda: _low_rank(grid),
         "peers": lambda: _peers(grid),
+        "long": lambda: _long(grid),
         "starts": lambda: _starts(grid),
         "widths": lambda: _widths(grid),
         "optimizers": lambda: _optimizers(grid),
@@ -125,7 +129,7 @@ def _equal_time(grid: Grid, costs: Costs) -> list[Run]:
 def _factors(grid: Grid) -> list[Run]:
     """The rates of σ and of the reflectors times a factor, with both kinds of reflectors, and for SGD."""
     return [
-        {**_run(grid, task, method, lr, seed, optimizer), of: factor}
+        _run(grid, task, method, lr, seed, optimizer) | ({} if factor == 1 else {of: factor})
         for task, method, optimizer, lr in factor_rows(grid)
         for of in ("sigma", "reflectors")
         for factor in grid.factors
@@ -141,8 +145,8 @@ def factor_rows(grid: Grid) -> list[tuple[Task, str, str, float]]:
 
 
 def _low_rank(grid: Grid) -> list[Run]:
-    """Dense and cut, trained thin, and trained with the penalty and cut."""
-    settings: list[tuple[str, dict[str, Any]]] = [(PLAIN, {"penalty": 0.0})]
+    """Plain and cut, thin from the start, and SVDs that are trained with a penalty, or without one, and cut."""
+    settings: list[tuple[str, dict[str, Any]]] = [(PLAIN, {"penalty": 0.0}), (SVD, {"penalty": 0.0})]
     settings += [(SVD, {"rank": rank}) for rank in grid.ranks]
     settings += [(SVD, {"penalty": penalty}) for penalty in grid.penalties]
     return [
@@ -154,7 +158,7 @@ def _peers(grid: Grid) -> list[Run]:
     return [
         _run(grid, MLP, method, lr, seed, width=PEERS_WIDTH)
         for method in filter(methods.installed, grid.peers)
-        for lr in grid.rates
+        for lr in grid.fewer_rates
         for seed in range(grid.fewer_seeds)
     ]
 
@@ -169,13 +173,23 @@ def _starts(grid: Grid) -> list[Run]:
     ]
 
 
+def _long(grid: Grid) -> list[Run]:
+    """Eight times as long, at the fixed rate."""
+    return [
+        {**_run(grid, task, method, FIXED_RATE, seed), "steps": 8 * round(grid.shortened * task.steps)}
+        for task in grid.tasks
+        for method in (PLAIN, SVD)
+        for seed in range(grid.fewer_seeds)
+    ]
+
+
 def _widths(grid: Grid) -> list[Run]:
     """Half as long as the other trainings: those of 1024 take most of the study's time."""
     return [
         {**_run(grid, MLP, method, lr, seed, width=width), "steps": round(grid.shortened * MLP.steps / 2)}
         for width in grid.widths
         for method in (PLAIN, SVD, ORTHOGONAL)
-        for lr in grid.rates
+        for lr in grid.fewer_rates
         for seed in range(grid.fewer_seeds)
     ]
 

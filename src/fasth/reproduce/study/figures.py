@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import matplotlib
@@ -13,7 +14,7 @@ from fasth.reproduce.figures import RC, Style, file
 from fasth.reproduce.study.experiments import FIXED_RATE, PEERS_WIDTH, STARTS
 from fasth.reproduce.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
 from fasth.reproduce.study.runner import Record
-from fasth.reproduce.study.tables import Score, Study, best, by_rate, cut_score, score
+from fasth.reproduce.study.tables import Score, Study, best, by_rate, cut_score, of_factor, score
 from fasth.reproduce.study.tasks import DEEP, MLP, Task
 from fasth.reproduce.study.training import CUTS
 
@@ -65,7 +66,7 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 def _line(axes: Axes, points: dict[float, Score | None], style: Style, label: str) -> None:
     """Means, with a band; what diverged is left out."""
-    found = {x: value for x, value in points.items() if value is not None}
+    found = {x: value for x, value in points.items() if value and not math.isnan(value.mean)}
     means, spreads = [value.mean for value in found.values()], [value.spread for value in found.values()]
     axes.plot(list(found), means, style.line, color=style.color, marker=style.marker, label=label)
     low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
@@ -84,7 +85,7 @@ def sweep(study: Study) -> Figure:
             points = by_rate(study.of("sweep", task=task.name, method=method))
             _line(panel, points, STYLES[method], _with_rule(method))
         panel.set(xscale="log", xlabel="learning rate", ylabel=_axis(task))
-        _without_the_worst(panel, task)
+        _without_the_worst([panel], task)
     _legend(figure, axes)
     return figure
 
@@ -93,12 +94,15 @@ def _with_rule(method: str) -> str:
     return "SVD, param_groups" if method == SVD else method
 
 
-def _without_the_worst(panel: Axes, task: Task) -> None:
+def _without_the_worst(panels: Sequence[Axes], task: Task) -> None:
     """What hardly learned anything would leave no room for the differences between the rest."""
-    values = sorted(float(y) for line in panel.get_lines() for y in np.asarray(line.get_ydata()))
+    lines = [line for panel in panels for line in panel.get_lines()]
+    values = sorted(float(y) for line in lines for y in np.asarray(line.get_ydata()))
     good = values[len(values) // 4 :] if task.higher_is_better else values[: -(len(values) // 4) or None]
-    margin = 0.08 * (good[-1] - good[0])
-    panel.set_ylim(good[0] - margin, good[-1] + margin)
+    if good and good[0] < good[-1]:
+        margin = 0.08 * (good[-1] - good[0])
+        for panel in panels:
+            panel.set_ylim(good[0] - margin, good[-1] + margin)
 
 
 def curves(study: Study) -> Figure:
@@ -133,8 +137,7 @@ def widths(study: Study) -> Figure:
         for width, color in zip(study.grid.widths, WIDTHS, strict=False):
             _line(panel, by_rate(study.of("widths", width=width, method=method)), Style(color, "o"), f"width {width}")
         panel.set(xscale="log", xlabel="learning rate", ylabel=_axis(MLP))
-        panel.sharey(axes[0])
-    _without_the_worst(axes[0], MLP)
+    _without_the_worst(axes, MLP)
     _legend(figure, axes)
     return figure
 
@@ -146,10 +149,10 @@ def factors(study: Study) -> Figure:
     for task, panel in zip(tasks, axes, strict=False):
         for of, (label, style) in looks.items():
             records = study.of("factors", task=task.name, method=SVD, optimizer="Adam")
-            points = {factor: score(r for r in records if r.get(of) == factor) for factor in study.grid.factors}
+            points = {factor: score(of_factor(records, of, factor)) for factor in study.grid.factors}
             _line(panel, points, style, label)
-        panel.set(xscale="log", xlabel="times the rule's rate", ylabel=_axis(task))
         panel.set_xscale("log", base=2)
+        panel.set(xlabel="times the rule's rate", ylabel=_axis(task))
     _legend(figure, axes)
     return figure
 
@@ -173,7 +176,7 @@ def starts(study: Study) -> Figure:
 def low_rank(study: Study) -> Figure:
     figure, axes = _panels(["cut", "cut, and a tenth more training"], 2, 3.6)
     plain = study.of("low rank", method=PLAIN)
-    lines = {"plain": (plain, STYLES[PLAIN])}
+    lines = {"plain": (plain, STYLES[PLAIN]), "SVD": (study.of("low rank", method=SVD, penalty=0.0), STYLES[ONE_RATE])}
     for penalty, color in zip(study.grid.penalties, ("#A6CEE3", "#56B4E9", "#0072B2"), strict=False):
         lines[f"SVD with penalty {penalty:g}"] = (study.of("low rank", penalty=penalty), Style(color, "o"))
     thin = [records for rank in study.grid.ranks if (records := study.of("low rank", rank=rank))]

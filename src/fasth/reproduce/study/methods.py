@@ -31,7 +31,7 @@ def optimizer(
     """The optimizer with ``fasth.param_groups`` of the model: of plain layers, the one rate for all.
 
     Args:
-        one_rate: set one rate for all, as who does not know of ``param_groups`` would.
+        one_rate: set one rate for all, as with ``model.parameters()``.
         sigma, reflectors: multiply the rates of these, to see what that does.
     """
     kind, weight_decay, options = OPTIMIZERS[name]
@@ -100,8 +100,11 @@ def _unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
-def thin(rank: int) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: to_svd(model, rank=rank)
+def to_thin(model: nn.Module, rank: int) -> nn.Module:
+    """All layers but the last with this rank; the last is small, and a plain SVD."""
+    *hidden, _ = layers(model)
+    model = fasth.to_svd(model, rank=rank, filter=lambda name, _: name in hidden, report=[])
+    return fasth.to_svd(model, report=[])
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {

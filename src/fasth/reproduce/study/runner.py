@@ -44,24 +44,25 @@ class Results:
         self.records: list[Record] = []
         if path.exists():
             self._read()
-        else:
-            files.write(path, _line(environment))
         self.done = {key(record) for record in self.records}
+        self._is_new = True  # nothing is written before there is something to add
 
     def _read(self) -> None:
         try:
             # A line without its end was cut off, by a power failure or the like.
             lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
             first, *self.records = map(json.loads, lines)
-            different = [name for name in ("versions", "images") if first[name] != self.environment[name]]
+            different = [name for name in ("versions", "images", "rates") if first[name] != self.environment[name]]
         except (ValueError, KeyError, TypeError) as error:
             raise OtherStudy(f"{self.path} should hold the results of a study; it cannot be read: {error!r}") from None
         for name in different:
             raise OtherStudy(f"{self.path} was made otherwise: {name} was {first[name]}, now {self.environment[name]}")
         self.environment = first
-        files.write(self.path, "".join(lines))
 
     def add(self, record: Record) -> None:
+        if self._is_new:
+            files.write(self.path, "".join(map(_line, (self.environment, *self.records))))  # without what was cut off
+            self._is_new = False
         self.records.append(record)
         self.done.add(key(record))
         with self.path.open("a", encoding="utf-8") as file:
@@ -112,7 +113,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _one_thread() -> None:
-    """So many processes as cores, of one thread each, get more done than one process with as many threads."""
+    """One process a core, of one thread each, has a higher throughput than one process with as many threads."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees to that
     torch.set_num_threads(1)
     logging.getLogger("fasth").setLevel(logging.ERROR)  # what to_svd leaves alone, once for each run

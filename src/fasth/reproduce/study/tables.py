@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from fasth.reproduce.study import experiments
 from fasth.reproduce.study.experiments import FIXED_RATE, PEERS_WIDTH, STARTS, Costs, Grid
 from fasth.reproduce.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
 from fasth.reproduce.study.runner import Record, key
-from fasth.reproduce.study.tasks import MLP, TASKS, Task
+from fasth.reproduce.study.tasks import FLOW_WHOLE, MLP, TASKS, Task
 from fasth.reproduce.study.training import CUTS
 from fasth.reproduce.tables import Table, number
 
@@ -19,13 +20,14 @@ COMPARED = (PLAIN, SVD, ORTHOGONAL)
 
 
 class Score(NamedTuple):
-    """Of some runs that differ in their seed."""
+    """Of some runs that differ in their seed; not a number if one of them diverged."""
 
     mean: float
     spread: float  # the standard deviation; 0 of a single run
 
     def __str__(self) -> str:
-        return f"{self.mean:.{2 if self.mean > 10 else 3}f} ± {self.spread:.{2 if self.mean > 10 else 3}f}"
+        digits = 2 if self.mean > 10 else 3
+        return "diverged" if math.isnan(self.mean) else f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
 
 
 class Study:
@@ -57,12 +59,11 @@ class Study:
 
 
 def score(records: Iterable[Record], of: Callable[[Record], float | None] = lambda r: r["score"]) -> Score | None:
-    """None if there are none, or one of them diverged."""
-    values = [of(record) for record in records]
-    numbers = [value for value in values if value is not None]
-    if not numbers or len(numbers) < len(values):
+    """None if there are none."""
+    values = [math.nan if (value := of(record)) is None else value for record in records]
+    if not values:
         return None
-    return Score(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0)
+    return Score(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
 
 
 def by_rate(records: Iterable[Record]) -> dict[float, Score | None]:
@@ -74,16 +75,17 @@ def by_rate(records: Iterable[Record]) -> dict[float, Score | None]:
 
 def best(task: Task, records: Iterable[Record]) -> tuple[float, Score] | None:
     """The best rate, and the score there."""
-    found = [(lr, value) for lr, value in by_rate(records).items() if value is not None]
+    found = [(lr, value) for lr, value in by_rate(records).items() if value and not math.isnan(value.mean)]
     return (max if task.higher_is_better else min)(found, key=lambda one: one[1].mean) if found else None
 
 
 def _cell(value: Score | None) -> str:
-    return "diverged" if value is None else str(value)
+    return "–" if value is None else str(value)
 
 
-def _best_cell(found: tuple[float, Score] | None) -> str:
-    return "diverged" if found is None else f"{found[1]} ({found[0]:g})"
+def _best_cell(task: Task, records: Sequence[Record]) -> str:
+    found = best(task, records)
+    return f"{found[1]} ({found[0]:g})" if found else "diverged" if records else "–"
 
 
 def _label(task: Task) -> str:
@@ -95,6 +97,7 @@ def tables(study: Study) -> dict[str, Table]:
     made = {
         "fixed": _fixed(study),
         "best": _best(study, "sweep", (PLAIN, SVD, ONE_RATE, ORTHOGONAL), "Best of the sweep, Adam (its rate)"),
+        "long": _long(study),
         "time": _equal_time(study),
         "adamw": _best(study, "optimizers", COMPARED, "Best of the sweep, AdamW (its rate)", optimizer="AdamW"),
         "sgd": _best(study, "optimizers", COMPARED, "Best of the sweep, SGD with momentum 0.9", optimizer="SGD"),
@@ -111,7 +114,7 @@ def _fixed(study: Study) -> Table:
     methods = (PLAIN, SVD, ONE_RATE, ORTHOGONAL)
     rows = [
         [_label(task), *(_cell(score(study.of("sweep", task=task.name, method=m, lr=FIXED_RATE))) for m in methods)]
-        for task in study.grid.tasks
+        for task in (*study.grid.tasks, FLOW_WHOLE)
         if study.of("sweep", task=task.name)
     ]
     return Table(f"Adam at {FIXED_RATE:g}, the same for all", ["task", *methods], rows)
@@ -121,9 +124,9 @@ def _best(study: Study, experiment: str, methods: Sequence[str], title: str, **s
     rows = [
         [
             _label(task),
-            *(_best_cell(best(task, study.of(experiment, task=task.name, method=m, **settings))) for m in methods),
+            *(_best_cell(task, study.of(experiment, task=task.name, method=m, **settings)) for m in methods),
         ]
-        for task in study.grid.tasks
+        for task in (*study.grid.tasks, FLOW_WHOLE)
         if study.of(experiment, task=task.name, **settings)
     ]
     return Table(title, ["task", *methods], rows)
@@ -138,14 +141,14 @@ def _equal_time(study: Study) -> Table:
             continue
         costs = [number(study.costs[task.name, method]) for method in shorter]
         fixed = [_cell(score(r for r in of if r["lr"] == FIXED_RATE)) for of in (plain, shorter[SVD])]
-        rows.append([_label(task), *costs, *fixed, *(_best_cell(best(task, of)) for of in (plain, *shorter.values()))])
+        rows.append([_label(task), *costs, *fixed, *(_best_cell(task, of) for of in (plain, *shorter.values()))])
     columns = ["task", "cost of a step: SVD", "orthogonal", "plain at 1e-3", "SVD", "plain, best", "SVD", "orthogonal"]
-    return Table("In the time that plain layers take, Adam", columns, rows)
+    return Table("In the time that plain layers take, Adam; steps timed in turns, with all threads", columns, rows)
 
 
 def _widths(study: Study) -> Table:
     rows = [
-        [str(width), *(_best_cell(best(MLP, study.of("widths", width=width, method=m))) for m in COMPARED)]
+        [str(width), *(_best_cell(MLP, study.of("widths", width=width, method=m)) for m in COMPARED)]
         for width in study.grid.widths
         if study.of("widths", width=width)
     ]
@@ -157,16 +160,35 @@ def _factors(study: Study) -> Table:
     for of, what in (("sigma", "σ"), ("reflectors", "reflectors")):
         for task, method, optimizer, lr in experiments.factor_rows(study.grid):
             records = study.of("factors", task=task.name, method=method, optimizer=optimizer)
-            cells = [_cell(score(r for r in records if r.get(of) == factor)) for factor in study.grid.factors]
+            cells = [_cell(score(of_factor(records, of, factor))) for factor in study.grid.factors]
             if records:
                 rows.append([what, f"{method}, {optimizer} at {lr:g}", _label(task), *cells])
     columns = ["rate of", "", "task", *(f"× {factor:g}" for factor in study.grid.factors)]
     return Table("The rule's rates times a factor", columns, rows)
 
 
+def of_factor(records: Sequence[Record], of: str, factor: float) -> list[Record]:
+    """Those where one of the two rates is the rule's times this factor, and the other one the rule's."""
+    other = {"sigma": "reflectors", "reflectors": "sigma"}[of]
+    return [record for record in records if record.get(of, 1) == factor and other not in record]
+
+
+def _long(study: Study) -> Table:
+    rows = [
+        [
+            _label(task),
+            str(study.of("long", task=task.name)[0]["steps"]),
+            *(_cell(score(study.of("long", task=task.name, method=m))) for m in (PLAIN, SVD)),
+        ]
+        for task in study.grid.tasks
+        if study.of("long", task=task.name)
+    ]
+    return Table(f"Eight times as long, Adam at {FIXED_RATE:g}", ["task", "steps", PLAIN, SVD], rows)
+
+
 def _starts(study: Study) -> Table:
     rows = [
-        [_label(task), *(_best_cell(best(task, study.of("starts", task=task.name, method=m))) for m in STARTS)]
+        [_label(task), *(_best_cell(task, study.of("starts", task=task.name, method=m)) for m in STARTS)]
         for task in study.grid.starts
         if study.of("starts", task=task.name)
     ]
@@ -176,9 +198,11 @@ def _starts(study: Study) -> Table:
 def _low_rank(study: Study) -> Table:
     rows = []
     plain = study.of("low rank", method=PLAIN)
-    penalised = [(f"penalty {penalty:g}", study.of("low rank", penalty=penalty)) for penalty in study.grid.penalties]
-    for name, records in ((PLAIN, plain), *penalised):
-        for then, of in (("then cut", "score"), ("then cut, a tenth more training", "trained on")):
+    trained = {PLAIN: plain, "SVD": study.of("low rank", method=SVD, penalty=0.0)}
+    for penalty in study.grid.penalties:
+        trained[f"SVD, penalty {penalty:g}"] = study.of("low rank", penalty=penalty)
+    for name, records in trained.items():
+        for then, of in (("cut", "score"), ("cut, a tenth more training", "trained on")):
             if records:
                 rows.append(
                     [f"{name}, {then}", _cell(score(records)), *(_cell(cut_score(records, p, of)) for p in CUTS)]
@@ -187,7 +211,8 @@ def _low_rank(study: Study) -> Table:
     if plain and all(thin.values()):
         sizes = {rank: records[0]["parameters"] / plain[0]["parameters"] for rank, records in thin.items()}
         nearest = [min(sizes, key=lambda rank, part=part: abs(sizes[rank] - part)) for part in CUTS]  # type: ignore[misc]
-        name = f"thin from the start, rank {', '.join(map(str, sizes))}"
+        parts = ", ".join(f"{100 * size:.0f} % (rank {rank})" for rank, size in sizes.items())
+        name = f"thin from the start: {parts}"
         rows.append([name, "", *(_cell(score(thin[rank])) for rank in nearest)])
     columns = ["MLP, % ↑", "whole", *(f"{100 * part:.0f} % of the parameters" for part in CUTS)]
     return Table(f"Accuracy of smaller networks, Adam at {FIXED_RATE:g}", columns, rows)
@@ -206,6 +231,6 @@ def _peers(study: Study) -> Table:
         if found and ms:
             loss = score((r for r in records if r["lr"] == found[0]), lambda r: r["curve"][-1])
             plain = study.ms[MLP.name, PEERS_WIDTH, PLAIN]
-            rows.append([method, _best_cell(found), _cell(loss), number(ms / plain)])
+            rows.append([method, _best_cell(MLP, records), _cell(loss), number(ms / plain)])
     columns = ["orthogonal layers by", "accuracy, % (its rate)", "training loss", "step, × plain"]
     return Table(f"One orthogonal network, MLP of width {PEERS_WIDTH}, each at its best rate, Adam", columns, rows)

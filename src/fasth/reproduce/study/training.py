@@ -62,7 +62,7 @@ def fit(model: nn.Module, task: Task, run: Run, generator: Generator) -> list[fl
 def converted(model: nn.Module, run: Run, task: Task) -> nn.Module:
     """The network as the method holds it; the same function where the method promises that."""
     if "rank" in run:
-        return methods.thin(run["rank"])(model)
+        return methods.to_thin(model, run["rank"])
     if run["method"] in methods.PEERS:
         methods.plain_orthogonal_start(model)
     plain = copy.deepcopy(model)
