@@ -44,7 +44,7 @@ def main() -> int:
     pages = {options.readme: blocks}
     if (options.study / runner.FILE).exists():
         study = of_study(options.study)
-        blocks["study"] = study.get("fixed", "")
+        blocks["study"] = study.get("long", "")
         pages[options.training] = {f"study {name}": block for name, block in study.items()}
     return max(update(page, blocks, options.check) for page, blocks in pages.items())
 

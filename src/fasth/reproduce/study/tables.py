@@ -60,10 +60,13 @@ class Study:
 
 def score(records: Iterable[Record], of: Callable[[Record], float | None] = lambda r: r["score"]) -> Score | None:
     """None if there are none."""
-    values = [math.nan if (value := of(record)) is None else value for record in records]
+    values = [of(record) for record in records]
     if not values:
         return None
-    return Score(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return Score(math.nan, math.nan)
+    return Score(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0)
 
 
 def by_rate(records: Iterable[Record]) -> dict[float, Score | None]:
