@@ -61,7 +61,7 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
     if not axes[-1].axison:
         axes[-1].legend(handles, labels, loc="center")
     else:
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
 
 
 def _line(axes: Axes, points: dict[float, Score | None], style: Style, label: str) -> None:
@@ -190,7 +190,6 @@ def low_rank(study: Study) -> Figure:
             sizes = [100 * records[0]["parameters"] / plain[0]["parameters"] for records in thin]
             _line(panel, dict(zip(sizes, map(score, thin), strict=True)), STYLES[ORTHOGONAL], "thin from the start")
         panel.set(xlabel="parameters, % of the dense network's", ylabel=_axis(MLP))
-    axes[1].sharey(axes[0])
     _legend(figure, axes)
     return figure
 

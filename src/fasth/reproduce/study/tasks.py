@@ -138,5 +138,5 @@ def deep(layers: int, activation: type[nn.Module], name: str) -> Task:
 
 
 FIVE = (MLP, CONV, TRANSFORMER, RECURRENT, FLOW)
-DEEP = tuple(deep(layers, *kind) for kind in ((nn.ReLU, "ReLU"), (nn.Tanh, "tanh")) for layers in (10, 50))
+DEEP = tuple(deep(layers, *kind) for kind in ((nn.ReLU, "ReLU"), (nn.Tanh, "tanh")) for layers in (10, 30, 50))
 TASKS = {task.name: task for task in (*FIVE, FLOW_WHOLE, *DEEP)}
