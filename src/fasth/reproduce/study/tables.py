@@ -186,7 +186,7 @@ def _long(study: Study) -> Table:
         for task in study.grid.tasks
         if study.of("long", task=task.name)
     ]
-    return Table(f"Eight times as long, Adam at {FIXED_RATE:g}", ["task", "steps", PLAIN, SVD], rows)
+    return Table(f"Held-out scores of long trainings, Adam at {FIXED_RATE:g}", ["task", "steps", PLAIN, SVD], rows)
 
 
 def _starts(study: Study) -> Table:
