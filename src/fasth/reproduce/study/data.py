@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
 
 # Where Debian's package and npm's, in the working directory, put the four files of the MNIST format.
@@ -99,8 +100,6 @@ def table() -> Table:
 
 @cache
 def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-
     pixels, classes = load_digits(return_X_y=True)
     return torch.tensor(pixels, dtype=torch.float32), torch.tensor(classes)
 
