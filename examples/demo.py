@@ -318,9 +318,10 @@ def draw(run: Trained, path: Path) -> None:
     for i, (panel, (inputs, outputs)) in enumerate(zip(panels, sizes, strict=True)):
         for label, (found, style) in curves.items():
             panel.plot(range(1, len(found[i]) + 1), found[i], label=label, linewidth=2, **style)
-        panel.set(title=f"layer {i + 1}: {inputs} → {outputs}", xlabel="index, largest first", ylim=(0, None))
+        panel.set(title=f"layer {i + 1}: {inputs} → {outputs}", xlabel="index, largest first")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(bottom=0)  # of all panels, and now that they have their curves: it stops them from growing
     panels[0].set_ylabel("singular value σ")
     figure.suptitle("Singular values of a digit classifier's layers")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(curves), frameon=False)
