@@ -1,7 +1,7 @@
 """How far a weight W: (n, m) moves when each of its numbers moves by ±lr, at random, as Adam moves them.
 
-In the Frobenius norm, as a multiple of lr·√(n·m), which is how far a dense weight moves; with one rate for all, and with
-the rates of ``fasth.param_groups``.
+In the Frobenius norm, as a multiple of lr·√(n·m), which is how far a dense weight moves; with one rate for all, and
+with the rates of ``fasth.param_groups``.
 
 Run: python benchmarks/steps.py
 """
