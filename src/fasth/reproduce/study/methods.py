@@ -53,12 +53,10 @@ def to_orthogonal(model: nn.Module, names: Sequence[str] | None = None) -> nn.Mo
 def _orthogonal(layer: Any) -> nn.Module:
     if isinstance(layer, nn.Linear):
         return fasth.LinearOrthogonal.from_linear(layer)
-    made: Any = (
-        fasth.RNNSVD.from_rnn(layer) if isinstance(layer, nn.RNN) else fasth.Conv2dSVD.from_conv(layer)
-    )  # with all singular values at one
+    made: Any = fasth.RNNSVD.from_rnn(layer) if isinstance(layer, nn.RNN) else fasth.Conv2dSVD.from_conv(layer)
     for name, parameter in made.named_parameters():
         if name.startswith("sigma"):
-            nn.init.ones_(parameter.requires_grad_(False))
+            nn.init.ones_(parameter.requires_grad_(False))  # an SVD with all singular values at 1 is orthogonal
     return made
 
 
