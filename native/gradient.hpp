@@ -9,17 +9,17 @@
 namespace fasth {
 
 template <class T> class Gradient {
-    const Problem &p;
+    const Problem<T> &p;
     const Reflectors<T> &reflectors;
     const Scratch<T> &own;
     const Strided<T> dV;
-    const Index kp, stride;
+    const Index K, stride;
 
   public:
-    Gradient(const Problem &p, const Reflectors<T> &reflectors, const Scratch<T> &own, Strided<T> dV)
-        : p(p), reflectors(reflectors), own(own), dV(dV), kp(p.padded_k()), stride(p.lane_stride()) {}
+    Gradient(const Problem<T> &p, const Reflectors<T> &reflectors, const Scratch<T> &own, Strided<T> dV)
+        : p(p), reflectors(reflectors), own(own), dV(dV), K(p.K()), stride(p.lane_stride()) {}
 
-    // A block's gradient begins with Z and R, both (lanes, kp). The team shares out the zeros.
+    // A block's gradient begins with Z and R, both (lanes, K). The team shares out the zeros.
     void begin(const Block<T> &at, const T *Z, const T *R, const Team &team) const {
         antisymmetric_half(p.first_row(at.number), Z, R);
         if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_read(at.number), team);
@@ -29,10 +29,10 @@ template <class T> class Gradient {
     void of_panel(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         FASTH_PHASE(gradient);
         if (!streams()) reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
-        if (p.in_rows && !dV.by_columns())
-            in_rows(at, q, from, to, Z, R, g, after);
+        if (p.few_rows && !dV.column_major())
+            row_major(at, q, from, to, Z, R, g, after);
         else
-            transposed(at, q, from, Z, R, g, after, p.in_rows ? 1 : stride, p.in_rows ? to : 1);
+            transposed(at, q, from, Z, R, g, after, p.few_rows ? 1 : stride, p.few_rows ? to : 1);
     }
 
     // Zeros for the reflectors that are left out.
@@ -42,46 +42,46 @@ template <class T> class Gradient {
     }
 
   private:
-    // For rows as they come: g and the rows after the block are read in packets, as Y is.
-    void in_rows(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
+    // For few rows: g and the rows after the block are read in packets, as Y is.
+    void row_major(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         const Strided<const T> y = at.Y[q];
-        const Term<T> terms[3] = {{at.size, own.N, 1, kp, {y.data, y.row_stride}, p.transpose ? Shape::upper_left : Shape::lower_left},
-                                  {p.m, Z, 1, kp, {g + from, to}},
-                                  {p.m, R, 1, kp, {after + from, to}}};
+        const Term<T> terms[3] = {{at.size, own.N, 1, K, {y.data, y.row_stride}, p.transpose ? Shape::upper_left : Shape::lower_left},
+                                  {p.m, Z, 1, K, {g + from, to}},
+                                  {p.m, R, 1, K, {after + from, to}}};
         const Piece piece = reflectors.piece(at.number, q);
         const auto into = [&](auto result, Matrix<T> place) {
             product<result(), T, 3, widest_tile>(at.size, to - from, terms, {place.data, place.row_stride}, place);
         };
         if (dV.column_stride == 1 && reflectors.whole(at, q) && piece.width % p.packet == 0)
             return give({&dV(piece.row, piece.column), dV.row_stride}, into);
-        into(Constant<Result::negative>(), {own.turned, p.panel});
+        into(Constant<Result::negative>(), {own.scratch, p.panel});
         for (Index j = 0; at.scaled && j < at.size; ++j)
-            for (Index c = 0; c < to - from; ++c) own.turned[j * p.panel + c] /= at.scale[j];
-        store_turned(piece);
+            for (Index c = 0; c < to - from; ++c) own.scratch[j * p.panel + c] /= at.scale[j];
+        store_scratch(piece);
     }
     // ∂Yᵀ, of which N, Z and R are read in packets. An entry of g is `along` from the next in its row, and `down` in its column.
     void transposed(const Block<T> &at, Index q, Index from, const T *Z, const T *R, const T *g, const T *after, Index along,
                     Index down) const {
         const Index kb = at.size, first = p.first_row(at.number), start = from * along + first * down;
         const Strided<const T> y = at.Y[q];
-        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, kp},
+        const Term<T> terms[3] = {{kb, y.data, y.column_stride, y.row_stride, {own.N, K},
                                    p.transpose ? Shape::strictly_lower_right : Shape::strictly_upper_right},
-                                  {p.m - first, g + start, along, down, {Z + first * kp, kp}},
-                                  {p.m - first, after + start, along, down, {R + first * kp, kp}}};
+                                  {p.m - first, g + start, along, down, {Z + first * K, K}},
+                                  {p.m - first, after + start, along, down, {R + first * K, K}}};
         const Piece piece = reflectors.piece(at.number, q);
         const auto into = [&](auto result, Matrix<T> place) {
-            product<result(), T>(piece.width, kp, terms, {place.data, place.row_stride}, place);
+            product<result(), T>(piece.width, K, terms, {place.data, place.row_stride}, place);
         };
-        if (dV.by_columns() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
-        into(Constant<Result::negative>(), {own.dY, kp});
+        if (dV.column_major() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
+        into(Constant<Result::negative>(), {own.dY, K});
         for (Index c = 0; at.scaled && !p.is_part && c < piece.width; ++c) // sums of parts are scaled when all are there
-            for (Index j = 0; j < kb; ++j) own.dY[c * kp + j] /= at.scale[j];
+            for (Index j = 0; j < kb; ++j) own.dY[c * K + j] /= at.scale[j];
         if (dV.column_stride == 1)
-            store_in_rows(piece, reflectors.whole(at, q) && piece.width % p.packet == 0);
+            store_row_major(piece, reflectors.whole(at, q) && piece.width % p.packet == 0);
         else
-            store_in_columns(piece);
+            store_column_major(piece);
     }
-    // A product straight into its place.
+    // into(how, place), straight into dV.
     template <Result result> using Constant = std::integral_constant<Result, result>;
     template <class Into> void give(Matrix<T> place, const Into &into) const {
         if (p.adds)
@@ -92,14 +92,14 @@ template <class T> class Gradient {
             into(Constant<Result::negative>(), place);
     }
 
-    // own.dY into its place, where that is stored by rows.
-    void store_in_rows(const Piece &at, bool whole_packets) const {
+    // own.dY into its place, where that is row-major.
+    void store_row_major(const Piece &at, bool whole_packets) const {
         if (whole_packets && !p.adds) { // the usual case
             const bool streamed = streams() && at.column % p.packet == 0;
             for (Index j = 0; j < at.rows; j += p.packet)
                 for (Index c = 0; c < at.width; c += p.packet) {
                     Square<T> square;
-                    load_transposed(own.dY + c * kp + j, kp, square);
+                    load_transposed(own.dY + c * K + j, K, square);
                     T *const place = &dV(at.row + j, at.column + c);
 #pragma GCC unroll 16
                     for (Index l = 0; l < packet_size<T>; ++l)
@@ -108,16 +108,16 @@ template <class T> class Gradient {
                 }
             return;
         }
-        transpose<T>(p.panel, kp, {own.dY, kp}, {own.turned, p.panel});
-        store_turned(at);
+        transpose<T>(p.panel, K, {own.dY, K}, {own.scratch, p.panel});
+        store_scratch(at);
     }
-    // own.turned, (rows, panel), into its place.
-    void store_turned(const Piece &at) const {
+    // own.scratch, (rows, panel), into its place.
+    void store_scratch(const Piece &at) const {
         if (p.fills() && dV.column_stride == 1 && at.width % p.packet == 0)
-            return copy_from<T>(at.rows, at.width, {own.turned, p.panel}, {&dV(at.row, at.column), dV.row_stride},
+            return copy_from<T>(at.rows, at.width, {own.scratch, p.panel}, {&dV(at.row, at.column), dV.row_stride},
                                 [&](Index j) { return at.start(j); });
         for (Index j = 0; j < at.rows; ++j) {
-            const T *const row = own.turned + j * p.panel;
+            const T *const row = own.scratch + j * p.panel;
             const Index start = at.start(j);
             for (Index c = 0; c < (p.fills() ? start : 0); ++c) dV(at.row + j, at.column + c) = T(0);
             if (p.adds || dV.column_stride != 1)
@@ -129,21 +129,21 @@ template <class T> class Gradient {
                 std::memcpy(&dV(at.row + j, at.column + start), row + start, sizeof(T) * std::size_t(at.width - start));
         }
     }
-    void store_in_columns(const Piece &at) const {
+    void store_column_major(const Piece &at) const {
         const bool at_once = dV.row_stride == 1 && !p.adds;
         for (Index c = 0; c < at.width; ++c) {
             const Index stop = at.stop(c);
-            if (at_once && stop) std::memcpy(&dV(at.row, at.column + c), own.dY + c * kp, sizeof(T) * std::size_t(stop));
+            if (at_once && stop) std::memcpy(&dV(at.row, at.column + c), own.dY + c * K, sizeof(T) * std::size_t(stop));
             for (Index j = at_once ? stop : 0; j < stop; ++j) {
                 T &place = dV(at.row + j, at.column + c);
-                place = own.dY[c * kp + j] + (p.adds ? place : T(0));
+                place = own.dY[c * K + j] + (p.adds ? place : T(0));
             }
             for (Index j = stop; j < (p.fills() ? at.rows : 0); ++j) dV(at.row + j, at.column + c) = T(0);
         }
     }
 
-    // Whether the gradient of V is so large that it would leave the caches before anybody reads it, and lies such that
-    // whole packets of a panel, or of a block where it is stored by columns, can be written past them.
+    // Whether the gradient of V is so large that it would leave the caches before anybody reads it, and aligned such that
+    // whole packets of a panel, or, column-major, of a block, can be written past them.
     bool streams() const {
         constexpr Index line = 64, size = sizeof(T);
         const bool by_rows = dV.column_stride == 1 && dV.row_stride * size % line == 0;
@@ -173,13 +173,13 @@ template <class T> class Gradient {
     // −Nᵀ = striu(M − Mᵀ) with M = ZᵀR for x Qᵀ, stril for x Q.
     void antisymmetric_half(Index first, const T *Z, const T *R) const {
         FASTH_PHASE(antisymmetric);
-        T *const N = own.N, *const Mt = own.N + kp * kp;
-        product<Result::set, T>(kp, kp, {p.m - first, Z + first * kp, 1, kp, {R + first * kp, kp}}, {nullptr, 0}, {N, kp});
-        transpose<T>(kp, kp, {N, kp}, {Mt, kp});
-        for (Index i = 0; i < kp; ++i)
-            for (Index j = 0; j < kp; ++j) {
-                const T difference = N[i * kp + j] - Mt[i * kp + j];
-                N[i * kp + j] = (p.transpose ? j < i : j > i) ? difference : T(0);
+        T *const N = own.N, *const Mt = own.N + K * K;
+        product<Result::set, T>(K, K, {p.m - first, Z + first * K, 1, K, {R + first * K, K}}, {nullptr, 0}, {N, K});
+        transpose<T>(K, K, {N, K}, {Mt, K});
+        for (Index i = 0; i < K; ++i)
+            for (Index j = 0; j < K; ++j) {
+                const T difference = N[i * K + j] - Mt[i * K + j];
+                N[i * K + j] = (p.transpose ? j < i : j > i) ? difference : T(0);
             }
     }
 };

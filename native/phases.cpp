@@ -8,9 +8,9 @@
 #include <x86intrin.h>
 
 namespace fasth_phases {
-enum Name { rows, pack, S, gram, meet, invert, factor, keep, update, antisymmetric, gradient, clear, count };
-const char *const names[] = {"rows in and out", "pack edges", "S = A Yᵀ", "G = Y Yᵀ", "meet, add up", "T = B⁻¹", "Z = S T",
-                             "keep", "A − Z Y", "N", "∂Y", "zeros in ∂V"};
+enum Name { rows, pack, S, gram, barrier, invert, Z, save, update, antisymmetric, gradient, clear, count };
+const char *const names[] = {"rows in and out", "pack edges", "S = A Yᵀ", "G = Y Yᵀ", "barrier, reduction", "T = B⁻¹", "Z = S T",
+                             "save Z", "A − Z Y", "N", "∂Y", "zeros in ∂V"};
 std::array<unsigned long long, count> cycles;
 thread_local bool watched = false;
 thread_local Name current = count;
@@ -46,7 +46,6 @@ int main(int argc, char **argv) {
     const Index m = 32, d = argc > 1 ? std::atol(argv[1]) : 512, k = argc > 4 ? std::atol(argv[4]) : 32;
     const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
     const Kind kind = argc > 3 && argv[3][0] == 'f' ? Kind::full : Kind::triangular;
-    const Problem p{m, d, d, kind, false, k, packet_size<float>, panel_for(d)};
     std::mt19937 generator(0);
     std::normal_distribution<float> normal;
     const auto draw = [&](Index n) {
@@ -55,16 +54,21 @@ int main(int argc, char **argv) {
         return v;
     };
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
-    const Reflection<float> work(p, 1, threads, true);
-    const int members = work.plan.members;
-    const int kept = work.best_kept(m * d + d * d);
-    auto memory = draw(work.size(kept));
+    Problem<float> p{m, d, d, kind, false, k, panel_for(d)};
+    p.has_A = m <= k;
+    Saved<float> saved(p, d);
+    saved.factors = draw(saved.factors_size());
+    saved.Z = draw(saved.blocks * saved.M * saved.K);
+    if (p.has_A) saved.A = draw(saved.blocks * saved.D * saved.M);
+    const auto rows = [&](auto *data) { return Batch<std::remove_pointer_t<decltype(data)>>{data, 0, d, 1}; };
     const auto pass = [&](bool back) {
-        const Batch<const float> all_V{V, 0, d, 1};
+        const Schedule schedule(p, 1, m * d * d, 4 * d * d, p.panels(), threads, back);
+        const Product<float> product{p, {V, 0, d, 1}, saved, {back ? dV : nullptr, 0, d, 1}};
+        const Call<float, 1> call{schedule, {product}, !back, back, {}};
         if (back)
-            work.backward({g, 0, d, 1}, out, all_V, memory, kept, dx, {dV, 0, d, 1});
+            backward(call, {g, 0, d, 1}, {out, 0, d, 1}, rows(dx));
         else
-            work.forward({x, 0, d, 1}, all_V, out, memory, kept);
+            forward(call, {x, 0, d, 1}, rows(out));
     };
     fasth_phases::watched = true; // this thread, which is the first member
     const int repetitions = int(std::max<Index>(5, 400 * 512 * 512 / (d * d)));
@@ -74,7 +78,7 @@ int main(int argc, char **argv) {
         const double t = seconds([&] { pass(back); }, repetitions) * 1e6;
         double total = 0;
         for (auto c : fasth_phases::cycles) total += double(c);
-        std::printf("%s, d = %td, %d threads: %.1f µs\n", back ? "backward" : "forward", d, members, t);
+        std::printf("%s, d = %td, %d threads: %.1f µs\n", back ? "backward" : "forward", d, threads, t);
         for (std::size_t i = 0; i < fasth_phases::count; ++i)
             if (const double share = double(fasth_phases::cycles[i]) / total; share > 0)
                 std::printf("  %5.1f %%  %8.1f µs  %s\n", 100 * share, t * share, fasth_phases::names[i]);

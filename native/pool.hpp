@@ -1,5 +1,5 @@
-// Memory that outlives a call, kept for the next one when it is freed: between forward and backward. From the system's
-// allocator such pieces would come and go at the top of its heap, with a page fault for every 4 KiB, step after step.
+// Memory for tensors that come and go with every step, reused by the next: what is saved for backward, and
+// large gradients. The system's allocator would give it back in between, and then every 4 KiB of it costs a page fault again.
 #pragma once
 
 #include <algorithm>
@@ -13,24 +13,26 @@ namespace fasth {
 class Pool {
   public:
     static constexpr std::size_t most_bytes = std::size_t(128) << 20;
-    struct Piece {
+    struct Chunk {
         char *memory = nullptr;
         std::size_t size = 0;
     };
 
-    Pool() { idle.reserve(most_pieces + 1); }
+    Pool() { idle.reserve(most_chunks + 1); }
 
-    Piece take(std::size_t size) {
+    // The smallest that fits, if it is at most a quarter too large, or a new one. The newest are looked at first: mostly they
+    // are those of the last step.
+    Chunk take(std::size_t size) {
         size = std::max<std::size_t>((size + 63) / 64 * 64, 64);
         {
             const Lock lock(busy);
-            auto best = idle.end();
-            for (auto piece = idle.begin(); piece != idle.end(); ++piece)
-                if (piece->size >= size && piece->size <= size + size / 4 && (best == idle.end() || piece->size < best->size))
-                    best = piece;
-            if (best != idle.end()) {
-                const Piece found = *best;
-                idle.erase(best);
+            auto best = idle.rend();
+            for (auto chunk = idle.rbegin(); chunk != idle.rend() && !(best != idle.rend() && best->size == size); ++chunk)
+                if (chunk->size >= size && chunk->size <= size + size / 4 && (best == idle.rend() || chunk->size < best->size))
+                    best = chunk;
+            if (best != idle.rend()) {
+                const Chunk found = *best;
+                idle.erase(std::next(best).base());
                 idle_bytes -= found.size;
                 return found;
             }
@@ -38,13 +40,13 @@ class Pool {
         return {static_cast<char *>(::operator new(size, std::align_val_t(64))), size};
     }
 
-    // The newest stay; what has not been asked for since goes back to the system.
-    void give(const Piece &piece) noexcept {
-        if (piece.size > most_bytes) return release(piece);
+    // The newest stay; what nobody has asked for since goes back to the system.
+    void give(const Chunk &chunk) noexcept {
+        if (chunk.size > most_bytes) return release(chunk);
         const Lock lock(busy);
-        idle.push_back(piece); // there is room
-        idle_bytes += piece.size;
-        while (idle_bytes > most_bytes || idle.size() > most_pieces) {
+        idle.push_back(chunk); // there is room
+        idle_bytes += chunk.size;
+        while (idle_bytes > most_bytes || idle.size() > most_chunks) {
             release(idle.front());
             idle_bytes -= idle.front().size;
             idle.erase(idle.begin());
@@ -52,17 +54,17 @@ class Pool {
     }
 
     // In the child of a fork, where the lock may be held by a thread that is not there: what was idle is left alone.
-    void forget() {
-        new (&idle) std::vector<Piece>();
-        idle.reserve(most_pieces + 1);
+    void reset_after_fork() {
+        new (&idle) std::vector<Chunk>();
+        idle.reserve(most_chunks + 1);
         idle_bytes = 0;
         busy.clear();
     }
 
   private:
-    static void release(const Piece &piece) noexcept { ::operator delete(piece.memory, std::align_val_t(64)); }
+    static void release(const Chunk &chunk) noexcept { ::operator delete(chunk.memory, std::align_val_t(64)); }
 
-    static constexpr std::size_t most_pieces = 64;
+    static constexpr std::size_t most_chunks = 256;
     struct Lock {
         std::atomic_flag &busy;
         explicit Lock(std::atomic_flag &busy) : busy(busy) {
@@ -72,7 +74,7 @@ class Pool {
         ~Lock() { busy.clear(std::memory_order_release); }
     };
     std::atomic_flag busy = ATOMIC_FLAG_INIT;
-    std::vector<Piece> idle;
+    std::vector<Chunk> idle;
     std::size_t idle_bytes = 0;
 };
 

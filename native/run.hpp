@@ -1,511 +1,303 @@
-// One call of the core: every matrix of a batch, on as many threads as pay, and what is kept from the way forward for the
-// way back.
+// One call: x Qᵀ of a batch, or x Wᵀ with W = U Σ Vᵀ, and the gradients, on the threads of a schedule.
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "plan.hpp"
-#include "reflections.hpp"
-#include "rowwise.hpp"
+#include "few_rows.hpp"
+#include "schedule.hpp"
+#include "sweep.hpp"
 
 namespace fasth {
 
-template <class T> struct Batch { // (batch, rows, columns) anywhere in memory, or nothing
+template <class T> struct Batch { // (batch, rows, columns) of any strides, or nothing
     T *data;
     Index batch_stride, row_stride, column_stride;
     Strided<T> operator[](Index b) const { return {data ? data + b * batch_stride : nullptr, row_stride, column_stride}; }
 };
-template <class T> Batch<T> in_rows(T *data, Index rows, Index columns) { return {data, rows * columns, columns, 1}; }
-template <class T> Strided<T> from_row(Strided<T> rows, Index first) {
-    if (rows.data) rows.data += first * rows.row_stride;
-    return rows;
-}
 
-// The same problem for rows as they come.
-inline Problem in_rows(Problem p) {
-    p.in_rows = true;
-    p.of_identity = false; // a hint, of no use here
-    p.panel = widest_panel;
-    return p;
-}
-// They pay where they would not fill registers side by side; and, if V is stored by rows, where it stays in the second-level
-// cache of every member, since every member reads all of it.
-template <class T> bool rows_pay(const Problem &p, bool by_rows, int members) {
-    const Index bytes = p.reflectors() * p.d * Index(sizeof(T)) / (p.triangular() ? 2 : 1);
-    const bool stays = by_rows && bytes <= Index(768) << 10;
-    return has_inner_products<T> && p.m <= (stays ? p.packet * members : p.packet / 2);
-}
-
-// What a team needs for one problem, in either layout.
-template <class T> struct Bench {
-    template <class M> struct Of {
-        typename M::Space shared;
-        std::vector<typename M::Space::Own> own;
-        Of(const Problem &p, int members, bool back, Arena &arena) : shared(p, members, back, arena) {
-            for (int i = 0; i < members; ++i) own.push_back(M::Space::own(p, members, back, arena));
-        }
-        M member(const Problem &p, Team &team, Strided<const T> V, const Kept<T> &kept) const {
-            return {p, team, V, shared, own[std::size_t(team.rank)], kept};
-        }
-    };
-    std::optional<Of<Member<T>>> columns;
-    std::optional<Of<Rowwise<T>>> rows;
-
-    Bench(const Problem &p, int members, bool back, Arena &arena) {
-        if (p.in_rows)
-            rows.emplace(p, members, back, arena);
-        else
-            columns.emplace(p, members, back, arena);
-    }
-    // use(either), the one of them that is there.
-    template <class Use> void with(const Use &use) const { rows ? use(*rows) : use(*columns); }
+// Rows times a batch of matrices. `saved` is that of the first; T that is not saved has a place in the workspace. Without data
+// in dV no gradient is wanted.
+template <class T> struct Product {
+    Problem<T> p;
+    Batch<const T> V;
+    Saved<T> saved;
+    Batch<T> dV;
 };
 
-// What is kept is one of: nothing; scales and T; these with Z; or also with the rows after every block, as they come, or
-// else for so many members.
-constexpr int rows_kept = -3, Z_kept = -2, nothing_kept = -1, factors_kept = 0;
-inline bool has_states(int kept) { return kept == rows_kept || kept > factors_kept; }
-template <class T> auto most_kept(int kept) {
-    using Most = typename Kept<T>::Most;
-    return has_states(kept) ? Most::states : kept == Z_kept ? Most::Z : Most::factors;
-}
+template <class T> struct Vector {
+    T *data = nullptr;
+    Index count = 0;
+};
 
-// To fetch many states from memory takes longer than to run the output back by Z.
-template <class T> bool states_pay(Index count) { return count * Index(sizeof(T)) <= Index(8) << 20; }
+// Gradients that are sums over rows. The first team has them in place, others that share a matrix have their own.
+template <class T, int products> struct Sums {
+    Strided<T> dV[products];
+    T *vectors[2];
+};
 
-// The problem is the one that this is kept of: in rows if these are kept.
-template <class T> Index kept_size(const Problem &p, int kept) {
-    return kept == nothing_kept ? 0 : Kept<T>::size(p, std::max(kept, 1), most_kept<T>(kept));
-}
-// What a team of another size than planned for keeps.
-inline int kept_by(int members, int planned) {
-    return members == planned || planned < 0 ? planned : factors_kept;
-}
-template <class T> Kept<T> kept_part(const Problem &p, T *memory, int members, int kept) {
-    if (!memory || kept == nothing_kept) return {};
-    return {p, memory, members, kept > factors_kept && kept != members ? Kept<T>::Most::factors : most_kept<T>(kept)};
-}
-
-// Where a team that shares out rows with others has its sum of a gradient of V: the first in its place, the others in memory
-// of their own, which lies alike.
-template <class T> Strided<T> place_for_sum(const Problem &p, int team, Strided<T> total, Arena &arena) {
-    if (team == 0 || !total.data) return total;
-    T *const data = arena.take<T>(p.r * p.d);
-    return total.by_columns() ? Strided<T>{data, 1, p.r} : Strided<T>{data, p.d, 1};
-}
-// Adds what another sum has of the reflectors' own entries. The members of a team share them out.
-template <class T> void add_sum(const Problem &p, Strided<T> sum, Strided<T> total, const Team &team) {
-    const bool by_columns = total.by_columns();
-    const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.kind == Kind::compact};
-    for (Index l = team.rank; l < (by_columns ? all.width : all.rows); l += team.size) { // lines of numbers side by side
+// total += sum, only the reflectors' own entries, which the members of a team share out by lines of adjacent numbers.
+template <class T> void add_sum(const Problem<T> &p, Strided<T> sum, Strided<T> total, const Team &team) {
+    const bool by_columns = total.column_major();
+    const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.compact()};
+    for (Index l = team.rank; l < (by_columns ? all.width : all.rows); l += team.size) {
         const Index start = by_columns ? 0 : all.start(l), stop = by_columns ? all.stop(l) : all.width;
         if (start >= stop) continue;
-        const Index row = by_columns ? 0 : l, column = by_columns ? l : start;
-        T *const to = &total(row, column);
-        const T *const from = &sum(row, column);
-        const Index stride = by_columns ? total.row_stride : total.column_stride;
-        if (stride == 1)
+        T *const to = by_columns ? &total(0, l) : &total(l, start);
+        const T *const from = by_columns ? &sum(0, l) : &sum(l, start);
+        const Index to_step = by_columns ? 1 : total.column_stride, from_step = by_columns ? sum.row_stride : sum.column_stride;
+        if (to_step == 1 && from_step == 1)
             for (Index i = 0; i < stop - start; ++i) to[i] += from[i];
         else
-            for (Index i = 0; i < stop - start; ++i) to[i * stride] += from[i];
+            for (Index i = 0; i < stop - start; ++i) to[i * to_step] += from[i * from_step];
     }
 }
-// The gradient of V from that of the scaled reflectors, when all is added up: a summand may be too large for its type.
-template <class T> void scale_sum(const Problem &p, const T *scales, Strided<T> total, Team &team) {
-    if (std::all_of(scales, scales + p.reflectors(), [](T s) { return s == T(1); })) return;
-    const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.kind == Kind::compact};
-    team.meet();
+// The gradient of V from that of the scaled reflectors, when the sum is complete: a summand may be too large for its type.
+template <class T> void scale_sum(const Problem<T> &p, const Saved<T> &saved, Strided<T> total, Team &team) {
+    const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.compact()};
+    if (!saved.all_scales) return;
+    const auto scale = [&](Index i) { return saved.scales(i / p.k)[i % p.k]; };
+    bool scaled = false;
+    for (Index i = 0; i < all.rows; ++i) scaled |= scale(i) != T(1);
+    if (!scaled) return;
+    team.barrier();
     for (Index i = team.rank; i < all.rows; i += team.size)
-        for (Index c = all.start(i); c < all.width; ++c) total(i, c) /= scales[i];
+        for (Index c = all.start(i); c < all.width; ++c) total(i, c) /= scale(i);
 }
 
-// What a team needs for parts of the rows: those of one product.
-template <class T> struct PartBench {
-    typename Bench<T>::template Of<Member<T>> space;
-    Strided<T> sum; // of the gradient of V
+// One product; or two, for V and then for U, with singular values between them.
+template <class T, int products> struct Call {
+    Schedule schedule;
+    Product<T> product[products];
+    bool finds_T;         // in the forward pass, or where it was not saved
+    bool back;            // whether the output, too, or the gradient of V, needs memory
+    Vector<T> vectors[2]; // gradients of sigma and bias
 
-    // `p` has as many rows as the largest part.
-    PartBench(const Problem &p, int members, bool back, Strided<T> sum, Arena &arena)
-        : space(p, members, back, arena), sum(sum) {}
-    // Scales and T, which all teams share, and what else is kept: in the given memory, or in that of the first team.
-    static Kept<T> kept(const Problem &whole, T *memory, int kept, const PartBench &first) {
-        if (!memory || kept == nothing_kept) return {whole, first.space.shared.factors, 1};
-        return {whole, memory, 1, most_kept<T>(kept)};
+    // work(members, matrix, first row, sums) for all rows, where `members` are a Sweep, or a FewRows, for each product.
+    template <class Work> void run(const Work &work) const {
+        if constexpr (has_inner_products<T>)
+            if (product[0].p.few_rows) return run_as<FewRows<T>>(schedule, work);
+        run_as<Sweep<T>>(schedule, work);
     }
-    // This thread's share of all T. All have to meet after it.
-    void find_factors(const Problem &p, Place &at, Strided<const T> V, const Kept<T> &kept) const {
-        space.member(p, at.team, V, kept).find_factors(at.all);
-    }
-};
 
-// Zeros where nothing was written: between the parts of what is kept, beside the last columns, and behind all of it, up to
-// `size`. What an operator of PyTorch gives back should not be what happened to be in memory.
-template <class T> void clear_gaps(const Problem &p, T *memory, Index size, int kept) {
-    if (kept != nothing_kept) std::fill(memory + p.reflectors(), memory + round_up(p.reflectors(), padding), T(0));
-    for (int rank = 0; p.blocks() && rank < kept; ++rank) {
-        const Columns own(p, kept, rank);
-        std::vector<Index> offsets(std::size_t(p.blocks()));
-        const States<T> states(p, Kept<T>(p, memory, kept, most_kept<T>(kept)).states, kept, rank, offsets.data());
-        const Index lanes = p.lanes(), stride = p.lane_stride();
-        for (Index step = 0; step + 1 < p.blocks(); ++step) {
-            const Index block = p.block_at(step, p.transpose);
-            for (Index q = own.first_panel(p, block); q < own.panels; ++q) {
-                T *const panel = states.of(block, q);
-                const Index width = own.width(q);
-                for (Index c = 0; c < (lanes < stride ? width : 0); ++c)
-                    std::fill(panel + c * stride + lanes, panel + (c + 1) * stride, T(0));
-                std::fill(panel + width * stride, panel + p.panel_size(), T(0));
+  private:
+    // The workspace has a bench for every team, the sums of all teams but the first, and T where it is not saved.
+    struct Memory {
+        char *data;
+        Index bench_size, sums_size, factors_size;
+        int benches, sums;
+        Index size(int places) const { return benches * bench_size + sums * sums_size + places * factors_size; }
+        Carver bench(int team) const { return Carver(data + team * bench_size); }
+        Carver sums_of(int team) const { return Carver(data + benches * bench_size + (team - 1) * sums_size); }
+        Carver factors(int place) const { return Carver(data + benches * bench_size + sums * sums_size + place * factors_size); }
+    };
+    template <class Member> struct Bench { // what a member sees of it
+        typename Member::Shared shared[products];
+        typename Member::Own own[products];
+    };
+    template <class Member> Bench<Member> take_bench(const Schedule &s, int rank, Carver &carver) const {
+        Bench<Member> bench;
+        for (int i = 0; i < products; ++i) {
+            Problem<T> largest = product[i].p;
+            largest.m = s.largest_part();
+            bench.shared[i] = Member::take_shared(largest, s.members, back, carver);
+            for (int member = 0; member < s.members; ++member) {
+                const auto own = Member::take_own(largest, s.members, back, carver);
+                if (member == rank) bench.own[i] = own;
             }
         }
+        return bench;
     }
-    for (Index block = 0; kept == Z_kept && block < p.blocks(); ++block)
-        std::fill_n(Kept<T>(p, memory, 1, most_kept<T>(kept)).Z_of(block), p.first_row(block) * p.padded_k(), T(0));
-    std::fill(memory + kept_size<T>(p, kept), memory + size, T(0));
+    Sums<T, products> take_sums(Carver &carver) const {
+        Sums<T, products> sums;
+        for (int i = 0; i < products; ++i) {
+            const Problem<T> &p = product[i].p;
+            const Strided<T> total = product[i].dV[0];
+            if (!total.data)
+                sums.dV[i] = {};
+            else if (i > 0 && p.shares) // the rest of one matrix
+                sums.dV[i] = sums.dV[0].transposed();
+            else if (i > 0 && product[0].p.adds)
+                sums.dV[i] = sums.dV[0];
+            else
+                sums.dV[i] = {carver.take<T>(p.r * p.d), total.column_major() ? 1 : p.d, total.column_major() ? p.r : 1};
+        }
+        for (int i = 0; i < 2; ++i) sums.vectors[i] = vectors[i].data ? carver.take<T>(vectors[i].count) : nullptr;
+        return sums;
+    }
+    Sums<T, products> sums_of(int team, Index b, const Memory &memory) const {
+        if (team > 0 && memory.sums) {
+            Carver carver = memory.sums_of(team);
+            return take_sums(carver);
+        }
+        Sums<T, products> sums;
+        for (int i = 0; i < products; ++i) sums.dV[i] = product[i].dV[b];
+        for (int i = 0; i < 2; ++i) sums.vectors[i] = vectors[i].data;
+        return sums;
+    }
+
+    template <class Member, class Work> void run_as(const Schedule &s, const Work &work) const {
+        Carver bench, sums, factors; // these count
+        take_bench<Member>(s, 0, bench);
+        take_sums(sums);
+        for (const Product<T> &of : product) take_factors(of.saved, factors);
+        Memory memory{nullptr, bench.size(), sums.size(), factors.size(), s.teams, back && s.parts > 1 ? s.teams - 1 : 0};
+        const Workspace workspace(memory.size(s.batch > 1 ? s.teams : 1));
+        memory.data = workspace.data();
+        Team::Barrier barriers[1 + Schedule::most_teams];
+        if (!on_threads(s.threads(), [&](int thread) { run_thread<Member>(s, memory, barriers, thread, work); }))
+            run_as<Member>(s.on_one_thread(), work);
+    }
+
+    template <class Member, class Work>
+    void run_thread(const Schedule &s, const Memory &memory, Team::Barrier *barriers, int thread, const Work &work) const {
+        const int number = thread / s.members;
+        Team all(s.threads(), thread, barriers[0]);
+        Team team(s.members, thread % s.members, barriers[s.members > 1 ? 1 + number : 0]); // one alone needs no barrier
+        const Team teams(s.teams, number, barriers[0]);
+        Carver carver = memory.bench(number);
+        const Bench<Member> bench = take_bench<Member>(s, team.rank, carver);
+        const bool batched = s.batch > 1; // matrices are shared out, else parts
+        for (Index b = batched ? number : 0; b < s.batch; b += batched ? s.teams : 1) {
+            Saved<T> saved[products];
+            Carver factors = memory.factors(batched ? number : 0);
+            for (int i = 0; i < products; ++i) saved[i] = take_factors(product[i].saved.of(b), factors);
+            if (finds_T)
+                find_T(bench, b, saved, batched ? team : all);
+            else
+                find_scales(bench, b, saved, batched ? team : all);
+            const Sums<T, products> sums = sums_of(number, b, memory);
+            for (Index turn = 0; turn < s.parts; ++turn) {
+                if (!batched && !teams.owns(turn)) continue;
+                const Index part = s.parts - 1 - turn; // the last rows of the identity take the most work
+                const auto member = [&](int i, const Problem<T> &p) {
+                    return Member(p, team, product[i].V[b], bench.shared[i], bench.own[i], saved[i].from_row(p.first));
+                };
+                const Problem<T> p = s.part_of(product[0].p, part, number, turn < s.teams);
+                if constexpr (products == 1) {
+                    Member members[] = {member(0, p)};
+                    work(members, b, p.first, sums);
+                } else {
+                    const Problem<T> second = s.part_of(product[1].p, part, number, turn < s.teams);
+                    Member members[] = {member(0, p), member(1, second)};
+                    work(members, b, p.first, sums);
+                }
+                team.barrier();
+            }
+            if (back) finish(s, b, saved, memory, batched ? team : all);
+        }
+    }
+
+    // With T, where it is not saved, and the scales in the workspace.
+    static Saved<T> take_factors(Saved<T> saved, Carver &carver) {
+        if (!saved.factors) saved.factors = carver.take<T>(saved.factors_size());
+        saved.all_scales = carver.take<T>(saved.blocks * saved.K);
+        return saved;
+    }
+    template <class Bench> void find_scales(const Bench &bench, Index b, Saved<T> (&saved)[products], Team &team) const {
+        bool any = false; // the same for all members
+        for (Saved<T> &of : saved) {
+            bool scaled = false;
+            for (Index block = 0; block < of.blocks; ++block) scaled |= of.is_scaled(block);
+            if (!scaled) of.all_scales = nullptr;
+            any |= scaled;
+        }
+        if (!any) return;
+        for (int i = 0; i < products; ++i)
+            if (saved[i].all_scales)
+                Factors<T>(product[i].p, product[i].V[b], bench.own[i]).find_share_of_scales(team, saved[i]);
+        team.barrier();
+    }
+    template <class Bench> void find_T(const Bench &bench, Index b, const Saved<T> (&saved)[products], Team &team) const {
+        for (int i = 0; i < products; ++i) {
+            const Problem<T> &p = product[i].p;
+            Factors<T>(p, product[i].V[b], bench.own[i]).find_share(team, saved[i]);
+            const Index padded = saved[i].M - p.m; // rows of Z
+            for (Index block = team.rank; saved[i].Z && block < p.blocks(); block += team.size)
+                std::fill_n(saved[i].Z_of(block) + p.m * saved[i].K, padded * saved[i].K, T(0));
+        }
+        team.barrier();
+    }
+    // The sums of all teams, and zeros on the diagonal between the reflectors of U and of V.
+    void finish(const Schedule &s, Index b, const Saved<T> (&saved)[products], const Memory &memory, Team &all) const {
+        const Sums<T, products> total = sums_of(0, b, memory);
+        const auto is_own = [&](int i) { return total.dV[i].data && !product[i].p.adds; };
+        if (s.parts > 1) {
+            all.barrier();
+            for (int team = 1; team < s.teams; ++team) {
+                const Sums<T, products> sums = sums_of(team, b, memory);
+                for (int i = 0; i < products; ++i)
+                    if (is_own(i)) add_sum(product[i].p, sums.dV[i], total.dV[i], all);
+                for (int i = 0; i < 2; ++i)
+                    for (Index c = all.rank; total.vectors[i] && c < vectors[i].count; c += all.size)
+                        total.vectors[i][c] += sums.vectors[i][c];
+            }
+            for (int i = 0; i < products; ++i)
+                if (is_own(i)) scale_sum(product[i].p, saved[i], total.dV[i], all);
+        }
+        fill_diagonals(total, b, all);
+    }
+    // Where the diagonal is not that of a reflector: zeros, or what keeps signs as they are.
+    void fill_diagonals(const Sums<T, products> &total, Index b, Team &team) const {
+        const bool shared = product[0].p.shares, has_signs = product[0].p.kind == Kind::with_signs;
+        if (!shared && !has_signs) return;
+        if (!shared) team.barrier(); // after the zeros in the gradient
+        for (int i = 0; i < (shared ? 1 : products); ++i)
+            for (Index j = team.rank; total.dV[i].data && j < product[i].p.reflectors(); j += team.size)
+                total.dV[i](j, j) = has_signs ? sign_guard(product[i].V[b](j, j)) : T(0);
+    }
+};
+
+// x Qᵀ or x Q of a batch.
+template <class T> void forward(const Call<T, 1> &call, Batch<const T> x, Batch<T> out) {
+    call.run([&](auto &member, Index b, Index row, const auto &) {
+        member[0].load(x[b].from_row(row));
+        member[0].forward();
+        member[0].store(out[b].from_row(row));
+    });
+}
+template <class T> void backward(const Call<T, 1> &call, Batch<const T> g, Batch<const T> out, Batch<T> dx) {
+    call.run([&](auto &member, Index b, Index row, const auto &sums) {
+        member[0].load(g[b].from_row(row));
+        if (sums.dV[0].data) member[0].load(out[b].from_row(row), 1);
+        member[0].backward(dx[b].from_row(row), sums.dV[0]);
+    });
 }
 
-// One product, in either layout.
-template <class T> struct Layouts {
-    Problem columns, rows;
-    bool prefers_rows;
-
-    Layouts(const Problem &p, bool prefers_rows) : columns(p), rows(in_rows(p)), prefers_rows(prefers_rows) {}
-    const Problem &of(int kept) const { return kept == rows_kept ? rows : columns; }
-    // The one to go forward in, if this is to be kept.
-    const Problem &forward(int kept) const {
-        return kept > factors_kept || kept == Z_kept || !prefers_rows ? columns : rows;
-    }
-    Index size(int kept) const { return kept_size<T>(of(kept), kept); }
-    int best_kept(int members) const { return prefers_rows ? rows_kept : members; }
-};
-
-// x Qᵀ or x Q, and its gradients, for a batch. `by_rows`: whether V is stored so.
-template <class T> struct Reflection {
-    Index batch;
-    int threads;
-    Plan plan;
-    Parts there, back; // of the rows, on either way
-    Layouts<T> layouts;
-
-    Reflection(const Problem &p, Index batch, int most_threads, bool by_rows)
-        : batch(batch), threads(threads_for(batch * p.lanes() * p.reflectors() * p.d, most_threads)),
-          plan(plan_for(batch, p.panels(), threads)), there(parts_of(p, false)), back(parts_of(p, true)),
-          layouts(p, rows_pay<T>(p, by_rows, plan.members)) {}
-
-    // The most that may be kept in so much room, and is worth it.
-    int best_kept(Index room) const {
-        const bool states = !layouts.columns.of_identity && !in_parts(back, layouts.columns, Z_kept);
-        for (const int kept : {layouts.best_kept(plan.members), plan.members, Z_kept, factors_kept})
-            if (size(kept) <= room && (!has_states(kept) || (states && states_pay<T>(layouts.size(kept))))) return kept;
-        return nothing_kept;
-    }
-    Index size(int kept) const { return batch * layouts.size(kept); }
-
-    // Gives back what was kept.
-    int forward(Batch<const T> x, Batch<const T> V, T *out, T *memory, int planned) const {
-        const Problem &p = layouts.forward(planned);
-        const Batch<T> outs = in_rows(out, p.m, p.d);
-        if (in_parts(there, p, planned)) {
-            for_parts(there, V[0], memory, planned, true, {}, [&](auto &member, Index first, Strided<T>) {
-                member.load(from_row(x[0], first));
-                member.forward();
-                member.store(from_row(outs[0], first));
-            });
-            return planned;
-        }
-        const int members = for_batch(p, false, [&](auto &member_of, Team &team, Index b) {
-            auto member = member_of(V[b], part(memory, b, team, kept_by(team.size, planned)));
-            if (!member.finds_factors()) member.find_factors(), team.meet();
-            member.load(x[b]);
-            member.forward();
-            member.store(outs[b]);
-        });
-        return kept_by(members, planned);
-    }
-    // `kept` is what forward gave back. dx and dV may be left out.
-    void backward(Batch<const T> g, const T *out, Batch<const T> V, T *memory, int kept, T *dx, Batch<T> dV) const {
-        const Problem &p = layouts.of(kept);
-        const Batch<T> dxs = in_rows(dx, p.m, p.d);
-        const Batch<const T> outs = in_rows(out, p.m, p.d);
-        if (in_parts(back, p, kept)) {
-            return for_parts(back, V[0], memory, kept, kept == nothing_kept, dV[0], [&](auto &member, Index first, Strided<T> sum) {
-                member.load(from_row(g[0], first));
-                if (sum.data) member.load(from_row(outs[0], first), 1);
-                member.backward(from_row(dxs[0], first), sum);
-            });
-        }
-        for_batch(p, dV.data != nullptr, [&](auto &member_of, Team &team, Index b) {
-            auto member = member_of(V[b], part(memory, b, team, kept));
-            if (kept == nothing_kept) member.find_factors(), team.meet();
-            member.load(g[b]);
-            if (dV.data) member.load(outs[b], 1);
-            member.backward(dxs[b], dV[b]);
-        });
-    }
-    void clear(T *memory, Index all, int kept) const {
-        const Index each = layouts.size(kept);
-        for (Index b = 0; b < batch && each; ++b) clear_gaps(layouts.of(kept), memory + b * each, each, kept);
-        std::fill(memory + size(kept), memory + all, T(0));
-    }
-
-  private:
-    Parts parts_of(const Problem &p, bool back) const {
-        return {p, p.r * p.d * Index(sizeof(T)), p.panels(), threads, back};
-    }
-    // Rows are shared out where they need not stay as they were for what is kept of them.
-    bool in_parts(const Parts &parts, const Problem &p, int kept) const {
-        return batch == 1 && !p.in_rows && !has_states(kept) && parts.pay();
-    }
-    // action(member, its first row, where its team has the sum of the gradient of V) for every part of the rows.
-    template <class Action>
-    void for_parts(const Parts &parts, Strided<const T> V, T *memory, int kept, bool finds, Strided<T> dV,
-                   const Action &action) const {
-        const Problem &whole = layouts.columns, p = parts.largest(whole);
-        const auto lay_out = [&](int team, int members, Arena &arena) {
-            return PartBench<T>(p, members, dV.data != nullptr, place_for_sum(p, team, dV, arena), arena);
-        };
-        for_teams(parts.plan, lay_out, [&](const auto &benches, Place &at) {
-            const PartBench<T> &bench = benches[std::size_t(at.number)];
-            const Kept<T> all = bench.kept(whole, memory, kept, benches[0]);
-            if (finds) bench.find_factors(p, at, V, all), at.all.meet();
-            at.for_parts(parts, [&](Index part, bool is_first) {
-                const Problem rows = parts.of(whole, part, at.number, is_first);
-                auto member = bench.space.member(rows, at.team, V, all.from_row(rows.first));
-                action(member, rows.first, bench.sum);
-            });
-            if (!dV.data) return;
-            at.all.meet();
-            for (int team = 1; team < at.teams; ++team) add_sum(whole, benches[std::size_t(team)].sum, dV, at.all);
-            scale_sum(whole, all.scales, dV, at.all);
-        });
-    }
-    // work(a function that gives the member for a V and what is kept, its team, number) for every matrix of the batch.
-    template <class Work> int for_batch(const Problem &p, bool back, const Work &work) const {
-        const auto lay_out = [&](int, int members, Arena &arena) { return Bench<T>(p, members, back, arena); };
-        return for_teams(plan, lay_out, [&](const auto &benches, Place &at) {
-            benches[std::size_t(at.number)].with([&](const auto &layout) {
-                const auto member_of = [&](Strided<const T> V, const Kept<T> &kept) { return layout.member(p, at.team, V, kept); };
-                for (Index b = at.number; b < batch; b += at.teams) {
-                    work(member_of, at.team, b);
-                    at.team.meet();
-                }
-            });
-        });
-    }
-    Kept<T> part(T *memory, Index b, const Team &team, int kept) const {
-        return kept_part(layouts.of(kept), memory ? memory + b * layouts.size(kept) : nullptr, team.size, kept);
-    }
-};
-
 // x Wᵀ with W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have
-// the same team.
-template <class T> struct Weight {
-    Strided<const T> V_reflectors, U_reflectors;
-    Diagonal<T> diagonal;
-    int threads;
-    Plan plan;
-    Parts there, back; // of the rows, on either way
-    Layouts<T> V, U;
-
-    Weight(const Problem &V, const Problem &U, Strided<const T> V_reflectors, Strided<const T> U_reflectors,
-           const Diagonal<T> &diagonal, int most_threads)
-        : V_reflectors(V_reflectors), U_reflectors(U_reflectors), diagonal(diagonal),
-          threads(threads_for(V.lanes() * (V.reflectors() * V.d + U.reflectors() * U.d), most_threads)),
-          plan(plan_for(1, panels(V, U), threads)), there(parts_of(V, U, false)), back(parts_of(V, U, true)),
-          V(V, both_pay(V, U)), U(U, both_pay(V, U)) {}
-
-    // Kept, in this order: the rows after the first product and those after the second; what each keeps besides.
-    Index U_output() const { return round_up(V.columns.m * V.columns.d, 16); }
-    Index V_kept() const { return U_output() + round_up(U.columns.m * U.columns.d, 16); }
-    Index U_kept(int kept) const { return V_kept() + V.size(kept); }
-    Index size(int kept) const { return U_kept(kept) + U.size(kept); }
-    Index factors_size() const { return V.size(factors_kept) + U.size(factors_kept); }
-    int best_kept(Index room) const {
-        const bool states = !in_parts(back, V.columns, Z_kept);
-        for (const int kept : {V.best_kept(plan.members), plan.members, Z_kept})
-            if (size(kept) <= room && (!has_states(kept) || (states && states_pay<T>(size(kept))))) return kept;
-        return factors_kept;
-    }
-
-    // Gives back what was kept, which may be nothing only where there is no memory for it.
-    int forward(Strided<const T> x, const T *bias, Strided<T> out, T *memory, int planned) const {
-        const Problem &v = V.forward(planned), &u = U.forward(planned);
-        if (in_parts(there, v, planned)) {
-            for_parts(there, memory, planned, true, nullptr, [&](auto &first, auto &second, Index row, const Gradients &) {
-                forward_rows(first, second, row, x, bias, out, memory);
-            });
-            return planned;
-        }
-        const int members = for_teams(plan, lay_out(v, u, false), [&](const auto &benches, Place &at) {
-            Team &team = at.team;
-            with_members(benches[0], team, memory, kept_by(team.size, planned), [&](auto &&first, auto &&second) {
-                if (!first.finds_factors()) first.find_factors();
-                if (!second.finds_factors()) second.find_factors();
-                team.meet();
-                forward_rows(first, second, 0, x, bias, out, memory);
-            });
-        });
-        return kept_by(members, planned);
-    }
-
-    struct Gradients { // any may be left out
-        Strided<T> x, V;
-        T *sigma;
-        Strided<T> U;
-        T *bias;
-    };
-    void backward(Strided<const T> g, T *memory, int kept, const Gradients &to) const {
-        const Problem &v = V.of(kept), &u = U.of(kept);
-        if (in_parts(back, v, kept))
-            return for_parts(back, memory, kept, false, &to, [&](auto &first, auto &second, Index row, const Gradients &sums) {
-                backward_rows(first, second, row, g, memory, sums);
-            });
-        for_teams(plan, lay_out(v, u, true), [&](const auto &benches, Place &at) {
-            with_members(benches[0], at.team, memory, kept,
-                         [&](auto &&first, auto &&second) { backward_rows(first, second, 0, g, memory, to); });
-            clear_diagonal(to, at.all);
-        });
-    }
-    void clear(T *memory, Index all, int kept) const {
-        std::fill(memory + V.columns.m * V.columns.d, memory + U_output(), T(0));
-        std::fill(memory + U_output() + U.columns.m * U.columns.d, memory + V_kept(), T(0));
-        clear_gaps(V.of(kept), memory + V_kept(), U_kept(kept) - V_kept(), kept);
-        clear_gaps(U.of(kept), memory + U_kept(kept), all - U_kept(kept), kept);
-    }
-
-  private:
-    // The rows of two members from one on.
-    template <class M>
-    void forward_rows(M &first, M &second, Index row, Strided<const T> x, const T *bias, Strided<T> out, T *memory) const {
-        first.load(from_row(x, row));
+// the same team, and a member the same columns, or rows, of both, so it needs no barrier between them.
+template <class T> struct SVDRows { // after each of the two products
+    Strided<T> inner, product;
+};
+template <class T>
+void forward(const Call<T, 2> &call, const Diagonal<T> &diagonal, Strided<const T> x, const T *bias, const SVDRows<T> &saved,
+             Strided<T> out) {
+    call.run([&](auto &member, Index, Index row, const auto &) {
+        auto &first = member[0], &second = member[1];
+        first.load(x.from_row(row));
         first.forward();
         second.load_scaled(first, diagonal);
         second.forward();
-        if (memory) {
-            first.store(from_row(V_rows(memory), row));
-            second.store(from_row(U_rows(memory), row));
-        }
+        if (saved.inner.data) first.store(saved.inner.from_row(row));
+        if (saved.product.data) second.store(saved.product.from_row(row));
         if (bias) second.add(bias);
-        second.store(from_row(out, row));
-    }
-    template <class M>
-    void backward_rows(M &first, M &second, Index row, Strided<const T> g, T *memory, const Gradients &to) const {
-        g = from_row(g, row);
-        second.load(g);
-        if (to.bias) second.sum_columns(g, to.bias);
-        if (to.U.data) second.load(from_row(U_rows<const T>(memory), row), 1);
-        second.backward({}, to.U);
-        if (to.sigma || to.V.data) first.load(from_row(V_rows<const T>(memory), row), 1);
-        if (to.sigma) first.gradient_of_factors(second, diagonal, to.sigma);
-        if (!to.x.data && !to.V.data) return;
+        second.store(out.from_row(row));
+    });
+}
+template <class T>
+void backward(const Call<T, 2> &call, const Diagonal<T> &diagonal, Strided<const T> g, const SVDRows<const T> &saved,
+              Strided<T> dx) {
+    call.run([&](auto &member, Index, Index row, const auto &sums) {
+        auto &first = member[0], &second = member[1];
+        const Strided<T> dV = sums.dV[0], dU = sums.dV[1];
+        T *const dsigma = sums.vectors[0], *const dbias = sums.vectors[1];
+        second.load(g.from_row(row));
+        if (dbias) second.sum_columns(g.from_row(row), dbias);
+        if (dU.data) second.load(saved.product.from_row(row), 1);
+        second.backward({}, dU);
+        if (dsigma || dV.data) first.load(saved.inner.from_row(row), 1);
+        if (dsigma) first.gradient_of_sigma(second, diagonal, dsigma);
+        if (!dx.data && !dV.data) return;
         first.load_scaled(second, diagonal);
-        first.backward(from_row(to.x, row), to.V);
-    }
-    // The rows after each product, in what is kept.
-    template <class N> Strided<N> V_rows(N *memory) const { return {memory, V.columns.d, 1}; }
-    template <class N> Strided<N> U_rows(N *memory) const { return {memory + U_output(), U.columns.d, 1}; }
-    // The diagonal between U and V is nobody's.
-    void clear_diagonal(const Gradients &to, const Team &team) const {
-        if (!to.V.data || !V.columns.shares) return;
-        for (Index i = team.rank; i < V.columns.reflectors(); i += team.size) to.V(i, i) = T(0);
-    }
-
-    struct Benches {
-        Problem v, u;
-        Bench<T> V, U;
-    };
-    static auto lay_out(const Problem &v, const Problem &u, bool back) {
-        return [&v, &u, back](int, int members, Arena &arena) {
-            return Benches{v, u, {v, members, back, arena}, {u, members, back, arena}};
-        };
-    }
-    // use(member of the first product, member of the second)
-    template <class Use> void with_members(const Benches &on, Team &team, T *memory, int kept, const Use &use) const {
-        const Kept<T> V_part = kept_part(V.of(kept), memory ? memory + V_kept() : nullptr, team.size, kept);
-        const Kept<T> U_part = kept_part(U.of(kept), memory ? memory + U_kept(kept) : nullptr, team.size, kept);
-        const auto with = [&](const auto &first, const auto &second) {
-            use(first->member(on.v, team, V_reflectors, V_part), second->member(on.u, team, U_reflectors, U_part));
-        };
-        on.v.in_rows ? with(on.V.rows, on.U.rows) : with(on.V.columns, on.U.columns);
-    }
-
-    // Rows are shared out where they need not stay as they were for what is kept of them.
-    static bool in_parts(const Parts &parts, const Problem &p, int kept) {
-        return !p.in_rows && !has_states(kept) && parts.pay();
-    }
-    struct PartBenches {
-        PartBench<T> V, U;
-        T *sigma, *bias; // sums, likewise
-    };
-    // action(member of the first product, of the second, their first row, where the team has its sums) for every part of the
-    // rows. Without gradients it is the way forward.
-    template <class Action>
-    void for_parts(const Parts &parts, T *memory, int kept, bool finds, const Gradients *to, const Action &action) const {
-        const Problem v = parts.largest(V.columns), u = parts.largest(U.columns);
-        const auto lay_out = [&](int team, int members, Arena &arena) {
-            if (!to) return PartBenches{{v, members, false, {}, arena}, {u, members, false, {}, arena}, nullptr, nullptr};
-            const auto vector = [&](T *total, Index count) { return team && total ? arena.take<T>(count) : total; };
-            const Strided<T> V_sum = place_for_sum(v, team, to->V, arena);
-            const Strided<T> U_sum = team && v.shares ? Strided<T>{V_sum.data, V_sum.column_stride, V_sum.row_stride}
-                                                      : place_for_sum(u, team, to->U, arena);
-            return PartBenches{{v, members, true, V_sum, arena}, {u, members, true, U_sum, arena},
-                               vector(to->sigma, diagonal.count), vector(to->bias, u.d)};
-        };
-        for_teams(parts.plan, lay_out, [&](const auto &benches, Place &at) {
-            const PartBenches &own = benches[std::size_t(at.number)], &all = benches[0];
-            const Kept<T> of_V = own.V.kept(V.columns, memory ? memory + V_kept() : nullptr, kept, all.V);
-            const Kept<T> of_U = own.U.kept(U.columns, memory ? memory + U_kept(kept) : nullptr, kept, all.U);
-            if (finds) {
-                own.V.find_factors(v, at, V_reflectors, of_V);
-                own.U.find_factors(u, at, U_reflectors, of_U);
-                at.all.meet();
-            }
-            const Gradients sums{to ? to->x : Strided<T>{}, own.V.sum, own.sigma, own.U.sum, own.bias};
-            at.for_parts(parts, [&](Index part, bool is_first) {
-                const Problem V_part = parts.of(V.columns, part, at.number, is_first);
-                const Problem U_part = parts.of(U.columns, part, at.number, is_first);
-                auto first = own.V.space.member(V_part, at.team, V_reflectors, of_V.from_row(V_part.first));
-                auto second = own.U.space.member(U_part, at.team, U_reflectors, of_U.from_row(U_part.first));
-                action(first, second, V_part.first, sums);
-            });
-            if (!to) return;
-            add_sums(benches, *to, at);
-            if (to->U.data) scale_sum(U.columns, of_U.scales, to->U, at.all);
-            // Where U's and V's are one, so are their scales.
-            if (to->V.data && !V.columns.adds) scale_sum(V.columns, of_V.scales, to->V, at.all);
-            clear_diagonal(*to, at.all);
-        });
-    }
-    // Of the gradients that all parts have a summand of.
-    void add_sums(const std::vector<PartBenches> &benches, const Gradients &to, Place &at) const {
-        at.all.meet();
-        const auto add = [&](const T *sum, T *total, Index count) {
-            for (Index i = at.all.rank; total && i < count; i += at.all.size) total[i] += sum[i];
-        };
-        for (std::size_t team = 1; team < benches.size(); ++team) {
-            const PartBenches &other = benches[team];
-            if (to.U.data) add_sum(U.columns, other.U.sum, to.U, at.all);
-            if (V.columns.adds) at.all.meet(); // to the same entries
-            if (to.V.data) add_sum(V.columns, other.V.sum, to.V, at.all);
-            add(other.sigma, to.sigma, diagonal.count);
-            add(other.bias, to.bias, U.columns.d);
-            if (V.columns.adds) at.all.meet();
-        }
-    }
-
-    Parts parts_of(const Problem &V, const Problem &U, bool back) const {
-        const Index reflectors = V.r * V.d + (V.shares ? 0 : U.r * U.d);
-        return {V, reflectors * Index(sizeof(T)), panels(V, U), threads, back};
-    }
-    // How many members both products have panels for; one without reflections is no reason to be fewer.
-    static Index panels(const Problem &V, const Problem &U) {
-        const auto of = [](const Problem &p, const Problem &other) { return p.blocks() ? p.panels() : other.panels(); };
-        return std::min(of(V, U), of(U, V));
-    }
-    bool both_pay(const Problem &V, const Problem &U) const {
-        return rows_pay<T>(V, V_reflectors.column_stride == 1, plan.members) &&
-               rows_pay<T>(U, U_reflectors.column_stride == 1, plan.members);
-    }
-};
+        first.backward(dx.from_row(row), dV);
+    });
+}
 
 } // namespace fasth

@@ -1,34 +1,36 @@
-// Threads that work on one product together, and the memory they use.
+// Threads that work on one product together.
 #pragma once
 
 #include <atomic>
-#include <cstddef>
-#include <new>
 #include <thread>
 
-#include "products.hpp"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "kernels.hpp"
 
 namespace fasth {
 
-// The members of a team run the same code, each on its own columns or rows. They meet in two halves: a member arrives when
-// what the others need is written, does what needs no one else, and only then waits for the others. Waiting spins, since
-// all arrive within microseconds of each other, and where they do not (more threads than processors) gives way.
+// The members of a team run the same code, each on its own columns or rows. A barrier has two halves: a member arrives when
+// what the others need is written, does what needs no one else, and only then waits. Waiting spins, since all arrive within
+// microseconds of each other, and yields where they do not: more threads than processors.
 class Team {
   public:
-    struct Meeting {
+    struct Barrier {
         alignas(64) std::atomic<Index> arrivals{0};
     };
     const int size, rank;
 
-    Team(int size, int rank, Meeting &meeting) : size(size), rank(rank), meeting(meeting) {}
-    Team alone() const { return {1, 0, meeting}; }
+    Team(int size, int rank, Barrier &shared) : size(size), rank(rank), shared(shared) {}
+    Team alone() const { return {1, 0, shared}; }
 
     void arrive() {
         if (size == 1) return;
         due += size;
-        meeting.arrivals.fetch_add(1, std::memory_order_acq_rel);
+        shared.arrivals.fetch_add(1, std::memory_order_acq_rel);
     }
-    bool complete() const { return size == 1 || meeting.arrivals.load(std::memory_order_acquire) >= due; }
+    bool complete() const { return size == 1 || shared.arrivals.load(std::memory_order_acquire) >= due; }
     void wait() const {
         for (int spins = 0; !complete();) {
             if (spins < 300)
@@ -37,13 +39,20 @@ class Team {
                 std::this_thread::yield();
         }
     }
-    void meet() {
+    void barrier() {
         arrive();
         wait();
     }
 
+    // Whether item `number` is this member's. Items are dealt out to and fro, 0 1 1 0 0 1 1 0 for two, so that no member has
+    // the larger one of every pair.
+    bool owns(Index number) const {
+        const int place = int(number % (2 * size));
+        return rank == std::min(place, 2 * size - 1 - place);
+    }
+
   private:
-    Meeting &meeting;
+    Barrier &shared;
     Index due = 0;
 
     static void pause() {
@@ -53,60 +62,23 @@ class Team {
     }
 };
 
-// Memory taken in one piece before the work starts, so that nothing can fail in the middle of it: the same calls first
-// count what is needed, then hand it out. A thread keeps its last piece, since memory fresh from the system costs a page
-// fault every 4 KiB.
-class Arena {
-  public:
-    Arena() = default;
-    ~Arena() {
-        if (memory && memory == last().memory)
-            last().taken = false;
-        else
-            release(memory);
-    }
-    Arena(const Arena &) = delete;
-    Arena &operator=(const Arena &) = delete;
+// OpenMP's threads do not survive a fork, and starting them anew in the child would wait for ever.
+inline std::atomic<bool> forked{false};
 
-    template <class T> T *take(Index count) {
-        const Index start = used;
-        used += round_up(count * Index(sizeof(T)), 64);
-        return memory ? reinterpret_cast<T *>(memory + start) : nullptr;
-    }
-    void provide() {
-        Last &kept = last();
-        if (kept.taken || used > most_kept) {
-            memory = allocate(used);
-        } else {
-            if (kept.size < used) {
-                release(kept.memory);
-                kept.memory = nullptr, kept.size = 0;
-                kept.memory = allocate(used);
-                kept.size = used;
-            }
-            kept.taken = true;
-            memory = kept.memory;
+// run(thread) on so many threads at once. False, and nothing is run, if there are fewer, as inside another parallel region.
+template <class Run> bool on_threads(int threads, const Run &run) {
+    if (threads == 1) return run(0), true;
+    std::atomic<bool> complete{false};
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    {
+        if (omp_get_num_threads() == threads) {
+            complete.store(true, std::memory_order_relaxed);
+            run(omp_get_thread_num());
         }
-        used = 0;
     }
-
-  private:
-    static constexpr Index most_kept = Index(32) << 20;
-    struct Last {
-        char *memory = nullptr;
-        Index size = 0;
-        bool taken = false;
-        ~Last() { release(memory); }
-    };
-    static Last &last() {
-        thread_local Last kept;
-        return kept;
-    }
-    static char *allocate(Index size) { return static_cast<char *>(::operator new(std::size_t(size), std::align_val_t(64))); }
-    static void release(char *piece) { ::operator delete(piece, std::align_val_t(64)); }
-
-    char *memory = nullptr;
-    Index used = 0;
-};
+#endif
+    return complete;
+}
 
 } // namespace fasth

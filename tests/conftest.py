@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fasth.reflections import native
+from fasth import functional
+from fasth.reflections import core
 
 # New examples on every run at home; the same ones where a run decides whether a change goes in.
 settings.register_profile("ci", derandomize=True)
@@ -32,14 +33,13 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
 
 
-PATHS = ["pytorch", *native.available_levels()]
+PATHS = ["pytorch", *core.available_levels()]
 
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each way to compute: in PyTorch, and on the compiled core for every instruction set that this machine has."""
-    module = None if request.param == "pytorch" else native.load(request.param)
-    monkeypatch.setattr(native, "core", lambda: module)
+    """Each backend: PyTorch, and on the compiled core for every instruction set that this machine has."""
+    monkeypatch.setattr(core, "_core", None if request.param == "pytorch" else core.load(request.param))
     return request.param
 
 
@@ -66,3 +66,13 @@ def set_threads():
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def nothing_remembered():
+    """Plans that are made in the test, and forgotten after it."""
+    functional._remembered_options.cache_clear()
+    functional._remembered_svd_options.cache_clear()
+    yield
+    functional._remembered_options.cache_clear()
+    functional._remembered_svd_options.cache_clear()

@@ -57,10 +57,11 @@ def value_and_gradients(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What the function returns, and the gradients of its arguments and parameters for fixed random ones of that.
 
-    Where the function does not depend on a tensor, the gradient is zero.
+    Where the function does not depend on a tensor, the gradient is zero. Parameters that are not trained, as signs are,
+    have none.
     """
     arguments = [t.detach().requires_grad_() for t in arguments]
-    tensors = [*arguments, *parameters]
+    tensors = [*arguments, *(p for p in parameters if p.requires_grad)]
     out = function(*arguments)
     values = [out] if isinstance(out, Tensor) else list(out)
     differentiable = [value for value in values if value.requires_grad]

@@ -59,6 +59,11 @@ def of_every(cases: dict[str, Case]) -> Any:
     return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
 
 
+def trained(layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters that have gradients: all but the signs of full reflectors."""
+    return [p for p in layer.parameters() if p.requires_grad]
+
+
 def output(layer: nn.Module, x: Tensor) -> Tensor:
     """What the layer makes of x: of an RNN, the hidden states at all times."""
     out = layer(x)

@@ -23,10 +23,10 @@ from problems import DIRECTIONS, Problem, assert_all_close, from_definition, wit
 
 import fasth
 from fasth.cli import main
-from fasth.reflections import native
+from fasth.reflections import core
 
 assert fasth.__file__.startswith(target), fasth.__file__
-assert native.core() is None and native.available_levels() == []
+assert core.core() is None and core.available_levels() == []
 x, V = Problem("", (4, 33), (33, 33)).draw(torch.float32, "cpu")
 for direction in DIRECTIONS:
     expected = with_gradients(from_definition, x, V, **direction)

@@ -11,9 +11,9 @@ from processes import python
 
 import fasth
 from fasth.cli import main
-from fasth.reflections import native
+from fasth.reflections import core
 
-needs_core = pytest.mark.skipif(not native.available_levels(), reason="no compiled core was built")
+needs_core = pytest.mark.skipif(not core.available_levels(), reason="no compiled core was built")
 
 
 def lines(printed: str) -> dict[str, str]:
@@ -33,38 +33,86 @@ def test_info_names_versions_machine_and_threads():
     assert found["python"] == platform.python_version()
     assert found["threads"] == "1"
     assert found["CPU"]
-    assert found["levels of this machine"].split(", ")[-1] == native.machine_level()
-    assert (found["levels built"] == "none") == (not native.available_levels())
+    assert found["levels of this machine"].split(", ")[-1] == core.machine_level()
+    assert (found["levels built"] == "none") == (not core.available_levels())
 
 
 @needs_core
 def test_info_is_what_python_m_fasth_does_by_itself():
     found = info()
-    assert found["eager CPU work"] == f"compiled core, {native.available_levels()[-1]}"
+    assert found["eager CPU work"] == f"compiled core, {core.available_levels()[-1]}"
     assert found["OpenMP"] in ("yes", "no, the core runs on one thread")
 
 
 @needs_core
 def test_info_says_that_the_core_is_switched_off():
     found = info("info", FASTH_CORE="off")
-    assert found["eager CPU work"] == "PyTorch: the core is switched off by FASTH_CORE"
+    assert found["eager CPU work"] == "PyTorch: the core is switched off by FASTH_BACKEND or FASTH_CORE"
     assert found["FASTH_CORE"] == "off"
 
 
 @needs_core
-def test_info_follows_the_forced_instruction_set():
-    found = info("info", FASTH_ISA="baseline")
-    assert found["eager CPU work"] == "compiled core, baseline"
-    assert found["FASTH_ISA"] == "baseline"
+@pytest.mark.parametrize("value", ["off", " off", "OFF", "0", "false", "no", "disabled", "Disabled "])
+def test_words_that_switch_the_core_off(value):
+    assert info("info", FASTH_CORE=value)["eager CPU work"].startswith("PyTorch: the core is switched off")
+
+
+@needs_core
+@pytest.mark.parametrize("value", ["on", " On", "1", "true", "yes", ""])
+def test_words_that_leave_the_core_on(value):
+    assert info("info", FASTH_CORE=value)["eager CPU work"].startswith("compiled core")
+
+
+@needs_core
+@pytest.mark.parametrize(
+    ("value", "work"), [("auto", "compiled core"), ("Core ", "compiled core"), (" TORCH", "PyTorch"), ("", "compiled")]
+)
+def test_the_backend(value, work):
+    assert info("info", FASTH_BACKEND=value)["eager CPU work"].startswith(work)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FASTH_CORE": "nonsense"}, "FASTH_CORE should be on or off; got 'nonsense'"),
+        ({"FASTH_CORE": "2"}, "FASTH_CORE should be on or off; got '2'"),
+        ({"FASTH_BACKEND": "cuda"}, "FASTH_BACKEND should be one of auto, core, torch; got 'cuda'"),
+        ({"FASTH_BACKEND": "triton"}, "this version of fasth has no Triton kernels"),
+        ({"FASTH_BACKEND": "core", "FASTH_CORE": "off"}, "FASTH_BACKEND=core and FASTH_CORE=off contradict each other"),
+    ],
+)
+def test_settings_that_mean_nothing_are_errors(environment, words):
+    done = python("-m", "fasth", "info", **environment)
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    assert words in done.stderr
+    # A program that imports fasth is told at its first product, and not before.
+    code = "import fasth, torch; print('imported'); fasth.LinearSVD(3, 3)(torch.ones(3))"
+    done = python("-c", code, **environment)
+    assert done.returncode == 1 and done.stdout == "imported\n" and words in done.stderr
+
+
+def test_a_backend_that_is_not_built_is_an_error(tmp_path):
+    done = python("-m", "fasth", "info", FASTH_BACKEND="core", FASTH_CORE_DIR=str(tmp_path))
+    assert done.returncode == 2 and "no compiled core was built" in done.stderr
+
+
+@needs_core
+@pytest.mark.parametrize("level", core.available_levels())
+def test_info_follows_the_forced_instruction_set(level):
+    for spelled in (level, level.upper(), f" {level} "):
+        found = info("info", FASTH_ISA=spelled)
+        assert found["eager CPU work"] == f"compiled core, {level}"
+        assert found["FASTH_ISA"] == spelled.strip()
 
 
 @needs_core
 def test_json_for_a_program_to_read():
-    done = python("-m", "fasth", "info", "--json", FASTH_ISA="baseline", OMP_NUM_THREADS="1")
+    level = core.available_levels()[0]
+    done = python("-m", "fasth", "info", "--json", FASTH_ISA=level, OMP_NUM_THREADS="1")
     found = json.loads(done.stdout)
-    assert (found["core"], found["threads"]) == ("baseline", 1)
-    assert found["settings"]["FASTH_ISA"] == "baseline"
-    assert set(native.available_levels()) <= set(found["levels"]["built"])
+    assert (found["core"], found["threads"]) == (level, 1)
+    assert found["settings"]["FASTH_ISA"] == level
+    assert set(core.available_levels()) <= set(found["levels"]["built"])
 
 
 def test_an_instruction_set_that_is_not_here_is_an_error_without_a_traceback():

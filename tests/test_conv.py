@@ -1,19 +1,18 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import assert_layer_matches_dense, assert_within, value_and_gradients
+from dense import assert_close, assert_layer_matches_dense, assert_within, value_and_gradients
 from torch import Tensor, nn
 from torch.func import functional_call
 from twins import FORMS, SPECTRA, definition_weight, holds, orthogonality, perturbed
 
-from fasth import spectrum
+from fasth import cached, spectrum
 from fasth.nn import Conv1dSVD, Conv2dSVD
 
 # The arguments of nn.Conv1d or nn.Conv2d, and the shape of an input.
@@ -189,44 +188,31 @@ def _as_matrix(layer: Any, shape: tuple[int, ...]) -> Tensor:
     return jacobian.flatten(3).flatten(0, 2)
 
 
-# The weight that is kept in eval
+# Memory format
 
 
-def assert_served(layer: Any, twin: Callable[[Any, Tensor], Tensor], x: Tensor) -> None:
-    x = x.to(layer.sigma)
-    with torch.no_grad():
-        for _ in range(2):
-            assert_same(layer(x), twin(copy.deepcopy(layer).double(), x.double()), 50)
-        assert layer._kept is not None
-
-
-def _step(layer: Any) -> None:
-    for p in layer.parameters():
-        p.grad = torch.randn_like(p)
-    torch.optim.Adam(layer.parameters(), lr=0.3, fused=True).step()
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "optimizer step": _step,
-    "load_state_dict": lambda layer: layer.load_state_dict(perturbed(copy.deepcopy(layer)).state_dict()),
-    "to float64": lambda layer: layer.double(),
-    "set_weight_": lambda layer: layer.set_weight_(torch.randn_like(layer.weight)),
-    "replaced parameter": lambda layer: setattr(layer, "sigma", nn.Parameter(torch.randn_like(layer.sigma))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["1×1", "circular", "1-D"])
-def test_no_result_is_stale(name: str, change: str) -> None:
-    layer, twin, x = draw(name)
-    layer.eval()
-    assert_served(layer, twin, x)
-    CHANGES[change](layer)
-    assert_served(layer, twin, x)
-    assert_layer_matches_dense(layer, twin, x.to(layer.sigma), size=50)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert other._kept is None
-        assert_served(other, twin, x)
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("batch", [torch.contiguous_format, torch.channels_last])
+def test_channels_last(rank: int | None, batch: torch.memory_format) -> None:
+    """``model.to(memory_format=…)`` reaches the kernel, as in nn.Conv2d, and changes no number."""
+    layer, conv = (nn.Sequential(m) for m in (perturbed(Conv2dSVD(4, 6, 3, rank=rank)), nn.Conv2d(4, 6, 3)))
+    x = torch.randn(2, 4, 7, 7).contiguous(memory_format=batch)
+    expected = value_and_gradients(layer, [x], list(layer.parameters()))
+    keys = layer.state_dict().keys()
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        for model in (layer, conv):
+            model.to(memory_format=memory_format)
+        for model in (layer, copy.deepcopy(layer)):
+            out = model(x)
+            assert out.is_contiguous(memory_format=torch.channels_last) == conv(x).is_contiguous(
+                memory_format=torch.channels_last
+            )
+            with torch.no_grad(), cached():
+                assert model(x).stride() == out.stride()
+        if rank is None:
+            assert layer[0].weight.is_contiguous(memory_format=memory_format)
+        assert_close(value_and_gradients(layer, [x], list(layer.parameters())), expected, 50)
+        assert layer.state_dict().keys() == keys
 
 
 def test_made_on_meta_and_reset_later() -> None:

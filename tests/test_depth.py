@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fasth import householder
-from fasth.reflections.tuning import materialising_pays
+from fasth.reflections.heuristics import forming_pays
 
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
@@ -59,7 +59,7 @@ def test_depth_is_r_over_k_plus_log_k(d, k, triangular, rows):
         step = max(depth.of(of_x), depth.of(of_V))
     # T: one Gram product and two products per halving. Then three products per block, of which the first block's
     # first does not wait for T.
-    by_Q = materialising_pays(
+    by_Q = forming_pays(
         rows, d, d, triangular
     )  # Q is formed, which takes the same, and then multiplied by: one product more
     assert forward == 3 * blocks + 2 * halvings + by_Q

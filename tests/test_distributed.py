@@ -219,17 +219,16 @@ def test_evaluation_sees_every_change(ranks, wrapper):
         assert max(differences) < 1e-12
 
 
-def keep_weights(wrapper: str) -> list[bool]:
-    model = wrapped(network("all"), wrapper).eval()
-    with torch.no_grad():
-        model(batches("all", torch.float32)[0][0])
-    return [layer._kept is not None for layer in model.modules() if isinstance(layer, Factored)]
+def evaluate_within_cached(wrapper: str) -> float:
+    model = wrapped(network("all").double(), wrapper)
+    x, alone = batches("all", torch.float64)[0][0], load_alone("all", model)
+    with torch.no_grad(), fasth.cached():
+        return max((model(x) - alone(x)).abs().max().item() for _ in range(2))
 
 
-def test_weights_are_kept_where_nobody_refills_them(ranks):
-    for wrapper in WRAPPERS:
-        for kept in ranks(keep_weights, wrapper):
-            assert kept == [wrapper == "ddp"] * 7
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_cached(ranks, wrapper):
+    assert max(ranks(evaluate_within_cached, wrapper)) < 1e-12
 
 
 def save_on_ranks(wrapper: str, directory: str, steps: int) -> None:
@@ -315,7 +314,8 @@ def test_ranks_that_start_from_meta_draw_one_model(ranks, kind):
     assert out == other_out and sigmas == other_sigmas
     assert difference < 1e-6
     for sigma in sigmas:
-        torch.testing.assert_close(sigma, [1.0] * len(sigma), rtol=1e-6, atol=0)
+        others = 0.99 if kind == "normalized" else 1.0
+        torch.testing.assert_close(sigma, [1.0] + [others] * (len(sigma) - 1), rtol=1e-6, atol=0)
 
 
 def compute_in_bfloat16(kind: str) -> tuple[bool, float, set[torch.dtype]]:
@@ -326,7 +326,11 @@ def compute_in_bfloat16(kind: str) -> tuple[bool, float, set[torch.dtype]]:
     found.float().sum().backward()
     with torch.no_grad():
         difference = torch.dist(model.eval()(x), found) / found.norm()
-    return torch.equal(found, expected), difference.item(), {p.grad.dtype for p in model.parameters()}
+    return (
+        torch.equal(found, expected),
+        difference.item(),
+        {p.grad.dtype for p in model.parameters() if p.requires_grad},
+    )
 
 
 @pytest.mark.parametrize("kind", [*LAYERS, "all"])

@@ -56,3 +56,34 @@ def test_onnx(convert, tmp_path):
         x = torch.randn(rows, 12)
         (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(found), ours(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tracing_says_what_to_do_instead():
+    """``torch.jit.trace`` would record the operations of one number of rows, on one backend."""
+    for layer in model():
+        if isinstance(layer, fnn.factored.Factored):
+            shape = (2, 1, 5, 5) if isinstance(layer, fnn.Conv2dSVD) else (2, layer.in_features)
+            with pytest.raises(NotImplementedError, match=r"torch\.export.*to_dense"):
+                torch.jit.trace(layer, torch.randn(shape))
+    traced = torch.jit.trace(fasth.to_dense(model()), torch.randn(2, 12))
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(traced(x), model()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_symbolic_tracing():
+    """Layers are leaves, which a Tracer has to be told; without that the error says so."""
+    with pytest.raises(TypeError, match=r"torch\.fx\.symbolic_trace needs a Tracer .*docs/pytorch\.md"):
+        torch.fx.symbolic_trace(model())
+    for layer in (fnn.Conv2dSVD(1, 2, 3, spectrum=spectrum.positive()), fnn.RNNSVD(3, 4), fnn.LinearOrthogonal(3, 4)):
+        with pytest.raises(TypeError, match=r"got Proxy: torch\.fx\.symbolic_trace needs a Tracer"):
+            torch.fx.symbolic_trace(layer)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return type(module).__module__.startswith("fasth.") or super().is_leaf_module(module, name)
+
+    ours, x = model(), torch.randn(3, 12)
+    traced = torch.fx.GraphModule(ours, Tracer().trace(ours))
+    torch.testing.assert_close(traced(x), ours(x))
+    torch.autograd.grad(traced(x).sum(), [p for p in traced.parameters() if p.requires_grad])

@@ -6,10 +6,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
+from problems import (
+    DIRECTIONS,
+    PROBLEMS,
+    Problem,
+    assert_all_close,
+    assert_close,
+    from_definition,
+    gradient_of,
+    with_gradients,
+)
 
-from fasth import householder
-from fasth.reflections import blocked, householder_compact
+from fasth import functional, householder
+from fasth.functional import reflect
+from fasth.reflections import heuristics
 
 by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 pytestmark = pytest.mark.usefixtures("path")
@@ -109,7 +119,7 @@ def test_compact_reflectors_on_one_side_of_a_matrix(shape, lower, transpose, pre
         return from_definition(x, V, transpose=transpose, triangular=True)
 
     expected = with_gradients(definition, x, matrix)
-    actual = with_gradients(householder_compact, x, matrix, lower=lower, transpose=transpose)
+    actual = with_gradients(lambda x, m: reflect(x, m.mT if lower else m, "compact", transpose=transpose), x, matrix)
     assert_all_close(actual[:2], expected[:2], matrix)
     assert_close(actual[2], expected[2], expected[0].norm() * expected[1].norm(), max(shape))
     other_side = actual[2].triu() if lower else actual[2].tril()
@@ -119,33 +129,33 @@ def test_compact_reflectors_on_one_side_of_a_matrix(shape, lower, transpose, pre
 def test_compact_reflectors_have_second_derivatives(device):
     matrix = torch.randn(6, 6, dtype=torch.float64, device=device, requires_grad=True)
     x = torch.randn(3, 6, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, m: householder_compact(x, m, lower=True), (x, matrix), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x, m: reflect(x, m.mT, "compact"), (x, matrix), fast_mode=True)
 
 
 def saved_bytes(function) -> int:
-    """The memory of all tensors that autograd keeps for the backward pass, each storage once."""
-    kept: dict[int, int] = {}
+    """The memory of all tensors that autograd saves for the backward pass, each storage once."""
+    saved: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = function()
     assert out.requires_grad
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 100, 1000, 5000])
 @pytest.mark.parametrize(("r", "d"), [(64, 64), (256, 256), (33, 33), (600, 600), (7, 200), (200, 7), (1500, 50)])
 @each_direction
-def test_keeps_at_most_twice_the_memory_of_its_inputs(rows, r, d, direction, device):
-    x, V = Problem("", (rows, d), (r, d)).draw(torch.float32, device)
-    kept = saved_bytes(lambda: householder(x, V, **direction))
-    assert kept <= 2 * (x.nbytes + V.nbytes)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_saves_at_most_twice_the_memory_of_its_inputs(rows, r, d, direction, stored, device):
+    x, V = Problem("", (rows, d), (r, d)).draw(stored, device)
+    assert saved_bytes(lambda: householder(x, V, **direction)) <= 2 * (x.nbytes + V.nbytes)
 
 
-def test_keeps_nothing_without_gradients(device):
+def test_saves_nothing_without_gradients(device):
     x, V = Problem("", (8, 64), (64, 64)).draw(torch.float32, device)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
@@ -154,15 +164,38 @@ def test_keeps_nothing_without_gradients(device):
         assert_close(out, from_definition(x, V), x.norm(), 64)
 
 
-def test_states_are_kept_for_few_rows_and_made_anew_for_many(device):
-    """Both ways back are in use, and agree."""
-    V = Problem("", (1, 64), (96, 96)).draw(torch.float64, device)[1]
-    counts = {}
-    for rows in (8, 500):
-        x = torch.randn(1, rows, 96, dtype=torch.float64, device=device)
-        arguments = x, V[None], False, False, 24, True
-        counts[rows] = len(blocked._Householder.forward(*arguments))
-    assert counts[8] > 2 >= counts[500]
+@each_direction
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize(("r", "d"), [(96, 96), (40, 70), (70, 40)])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gradients_are_the_same_whatever_was_saved(
+    nothing_remembered, monkeypatch, level, rows, r, d, direction, precise, device
+):
+    x, V = Problem("", (rows, d), (r, d)).draw(precise, device)
+    expected = with_gradients(from_definition, x, V, **direction)
+    monkeypatch.setattr(functional, "plan_householder", lambda *sizes: (24, level))
+    actual = with_gradients(householder, x, V, block_size=24, **direction)
+    assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
+
+
+def test_the_rows_after_every_block_are_saved_of_as_many_rows_as_a_block_has(device):
+    for d in (64, 256, 1024):
+        for rows, level in ((32, heuristics.SAVE_A), (48, heuristics.SAVE_Z)):
+            assert heuristics.plan_householder(rows, d, d, True, None, (True, True), heuristics.CPU) == (32, level)
+
+
+@each_direction
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize("rows", [8, 20, 32])
+def test_backward_may_run_on_another_number_of_threads(forward, backward, rows, direction, set_threads):
+    """How rows are laid out depends on the number of threads, and they are saved so."""
+    x, V = Problem("", (rows, 128), (128, 128)).draw(torch.float32, "cpu")
+    expected = with_gradients(from_definition, x, V, **direction)
+    set_threads(forward)
+    out = householder(x, V, **direction)
+    set_threads(backward)
+    found = torch.autograd.grad(out, (x, V), gradient_of(out).to(out))
+    assert_all_close((out, *found), expected, V.triu() if direction["triangular"] else V)
 
 
 def test_no_loop_over_single_reflections(device):

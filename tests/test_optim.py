@@ -79,7 +79,8 @@ def test_what_decays():
         }
     )
     model["again"] = model["svd"]
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(model.parameters()) - set(names) == {model["full"].signs}
     groups = param_groups(model, weight_decay=0.1)
     found = {group["name"]: {names[p] for p in group["params"]} for group in groups}
     assert found == {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import ALL, Case, of_every
+from layers import ALL, Case, of_every, trained
 from torch import Tensor, nn
 from twins import perturbed
 
@@ -30,7 +30,7 @@ def test_value_and_gradient_are_those_of_the_dense_weights(case: Case) -> None:
     actual, expected = nuclear_norm(model), dense_norm(model[1])
     assert actual.shape == ()
     torch.testing.assert_close(actual, expected)
-    parameters = list(model.parameters())
+    parameters = trained(model)
     found = torch.autograd.grad(actual, parameters, allow_unused=True)
     wanted = torch.autograd.grad(expected, parameters, allow_unused=True)
     for p, g, reference in zip(parameters, found, wanted, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import ALL, CASES, Case, of_every, output
+from layers import ALL, CASES, Case, of_every, output, trained
 from torch import Tensor, nn
 from twins import orthogonality, perturbed
 
@@ -87,7 +87,7 @@ def test_to_a_dtype(case: Case, to: torch.dtype) -> None:
     out = output(layer, x)
     out.float().square().sum().backward()
     assert out.dtype == x.grad.dtype == to and x.grad.isfinite().all()
-    assert all(p.grad.dtype == to and p.grad.isfinite().all() for p in layer.parameters())
+    assert all(p.grad.dtype == to and p.grad.isfinite().all() for p in trained(layer))
     assert relative(out, output(in_double(layer), x.double())) <= 8 * eps(to)
     with torch.no_grad():  # in eval the weight itself is rounded to the dtype, as a dense layer's is
         assert relative(output(layer.eval(), x), output(in_double(layer), x.double())) <= 8 * eps(to)
@@ -112,8 +112,8 @@ def test_autocast(case: Case, to: torch.dtype) -> None:
     reference = in_double(layer)
     reference.zero_grad()
     output(reference, x.double()).square().sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
-    gradients, references = (torch.cat([p.grad.double().flatten() for p in m.parameters()]) for m in (layer, reference))
+    assert all(p.grad.dtype == torch.float32 for p in trained(layer))
+    gradients, references = (torch.cat([p.grad.double().flatten() for p in trained(m)]) for m in (layer, reference))
     assert relative(gradients, references) <= 16 * eps(to)
 
 
@@ -158,5 +158,5 @@ def test_autocast_on_a_gpu(case: Case, to: torch.dtype) -> None:
         out = output(layer, x)
         assert out.dtype == output(dense, x).dtype
     out.float().square().sum().backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in trained(layer))
     assert relative(out, output(in_double(layer), x.double())) <= 16 * eps(to)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from twins import definition_weight, perturbed
 
-from fasth import spectrum
+from fasth import cached, spectrum
 from fasth.nn.rnn import FACTORS, RNNSVD
 from fasth.operators import SVD
 
@@ -187,21 +187,17 @@ def test_trained_it_stays_orthogonal_and_in_its_spectrum():
     assert ((rnn.svds["weight_hh_l0"].sigma.double() - 1).abs() <= 0.1).all()
 
 
-def test_the_weight_is_formed_once_per_call_and_kept_for_inference(monkeypatch):
+def test_the_weight_is_formed_once_per_call_and_once_within_cached(monkeypatch):
     formed = []
     dense = SVD.dense
     monkeypatch.setattr(SVD, "dense", lambda self: formed.append(self) or dense(self))
     rnn, x = make(bidirectional=True), numbers(20, 5, 3)
     rnn(x)
     assert len(formed) == 2
-    rnn.eval()
-    with torch.no_grad():
+    with cached():
         for _ in range(3):
-            output, _ = rnn(x)
-        assert len(formed) == 4
-        rnn.sigma_l0_reverse.add_(1)
-        assert not torch.equal(rnn(x)[0], output)
-    assert len(formed) == 6
+            rnn(x)
+    assert len(formed) == 4
 
 
 def test_copies_and_saves():
@@ -256,6 +252,10 @@ def test_a_mistake_is_explained():
     ]:
         with pytest.raises(ValueError, match=message):
             rnn(*arguments)
+    with pytest.raises(TypeError, match="`input` should be a tensor; got list"):
+        rnn([1.0, 2.0, 3.0])
+    with pytest.raises(TypeError, match=r"`dtype` should be float32, .* got torch\.complex64"):
+        RNNSVD(3, 6, dtype=torch.complex64)
     with pytest.raises(TypeError, match=r"`rnn` should be an nn\.RNN; got GRU"):
         RNNSVD.from_rnn(nn.GRU(3, 6))
     for options, message in [

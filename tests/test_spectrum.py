@@ -199,6 +199,18 @@ def test_zero_becomes_the_rounding_of_the_largest() -> None:
     assert torch.allclose(sigma, torch.tensor([[200.0, 200 * eps], [eps, eps]]), rtol=1e-5, atol=0)
 
 
+def test_normalized_starts_with_one_largest(dtype: torch.dtype) -> None:
+    sigma = torch.tensor([[0.5, -2.0, 2.0, 1.999, 0.0], [1.0] * 5, [0.0] * 5], dtype=dtype)
+    expected = torch.tensor([[0.25, -1.0, 0.99, 0.99, 0.0], [1.0] + [0.99] * 4, [0.0] * 5], dtype=dtype)
+    raw = normalized().start(sigma)
+    assert torch.equal(raw, expected)
+    assert torch.equal(normalized()(raw), raw)
+    assert torch.equal(normalized().start(raw), raw)
+    for s in MAPS:
+        if s != normalized():
+            assert torch.equal(s.start(sigma.abs()), s.inverse(sigma.abs()))
+
+
 def test_normalized_keeps_directions_and_batches(precise: torch.dtype) -> None:
     raw = torch.tensor([[3.0, -4.0, 0.0], [1e-40, 0.0, 1e-41], [0.0, 0.0, 0.0]], dtype=precise)
     sigma = normalized()(raw)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from layers import ALL, CASES, Case, of_every, output
 from torch import Tensor, nn
-from torch.nn.utils import prune, skip_init
+from torch.nn.utils import parameters_to_vector, prune, skip_init, vector_to_parameters
 from twins import orthogonality, perturbed
 
 from fasth import (
@@ -25,7 +25,7 @@ from fasth import (
     to_dense,
     to_svd,
 )
-from fasth.reflections import native
+from fasth.reflections import core
 
 
 def _by_torch(state: dict[str, Tensor], tmp_path: Any) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def test_copies(case: Case, duplicate: Callable[[Any], Any]) -> None:
 
 @of_every(ALL)
 def test_resuming_gives_the_same_steps(case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(native, "core", lambda: None)  # bit for bit is the promise of the PyTorch path
+    monkeypatch.setattr(core, "_core", None)  # bit for bit is the promise of the PyTorch path
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[Tensor]:
         generator, losses = torch.Generator().manual_seed(seed), []
@@ -119,6 +119,137 @@ def test_resuming_gives_the_same_steps(case: Case, monkeypatch: pytest.MonkeyPat
         assert torch.equal(t, reference)
 
 
+# Parameters alone determine a layer
+
+
+@of_every(ALL)
+def test_parameters_alone_determine_a_layer(case: Case) -> None:
+    """As stores of parameters have it, without buffers: averages, probabilistic programs."""
+    layer, other = (case.make(dtype=torch.float64) for _ in range(2))
+    x = case.input(torch.float64)
+    with torch.no_grad():
+        expected = output(layer, x)
+        assert not torch.allclose(output(other, x), expected)
+        for p, q in zip(other.parameters(), layer.parameters(), strict=True):
+            p.copy_(q)
+        assert torch.equal(output(other, x), expected)
+        vector_to_parameters(parameters_to_vector(case.make(dtype=torch.float64).parameters()), other.parameters())
+        vector_to_parameters(parameters_to_vector(layer.parameters()), other.parameters())
+        assert torch.equal(output(other, x), expected)
+    assert not list(other.buffers()) or {name for name, _ in other.named_buffers()} == {"_layout"}
+
+
+@of_every(ALL)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.05),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.05, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5, amsgrad=True),
+    ],
+    ids=["SGD", "Adam", "AdamW"],
+)
+def test_training_leaves_the_signs_alone(case: Case, optimizer: Callable[..., Any]) -> None:
+    """Over many steps, and with so much decay that without a gradient the diagonal would pass through zero."""
+    layer = case.make()
+    before = signs(layer)
+    steps = optimizer(layer.parameters())
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(150):
+        steps.zero_grad()
+        output(layer, torch.randn(case.input_shape, generator=generator)).square().mean().backward()
+        steps.step()
+        assert all(torch.equal(t, signs(layer)[name]) for name, t in before.items())
+    with torch.no_grad():  # as decay would after thousands of steps
+        for p in layer.parameters():
+            if p.requires_grad:
+                p.mul_(1e-30).mul_(1e-30)
+    assert all(torch.equal(t, signs(layer)[name]) for name, t in before.items())
+
+
+def signs(layer: nn.Module) -> dict[str, Tensor]:
+    """The sign bits of those on a diagonal, and the signs of full reflectors themselves."""
+    return {
+        name: p.detach().clone() if name == "signs" else p.detach().diagonal(dim1=-2, dim2=-1).signbit()
+        for name, p in layer.named_parameters()
+        if name == "signs" or (name.split(".")[-1].startswith(("reflectors", "original")) and p.ndim > 1)
+    }
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.999])
+def test_an_average_of_parameters_can_be_saved_and_loaded(decay: float) -> None:
+    """An average of equal signs is that sign only to rounding."""
+    for case in ALL.values():
+        layer, x = case.make(), case.input()
+        average = copy.deepcopy(layer)
+        for _ in range(50):
+            perturbed(layer, 0.01)
+            for p, q in zip(average.parameters(), layer.parameters(), strict=True):
+                p.data.mul_(decay).add_((1 - decay) * q.data)
+        loaded = case.make()
+        loaded.load_state_dict(average.state_dict())
+        assert torch.equal(output(loaded, x), output(average, x))
+
+
+# Checkpoints of fasth 0.1, where the signs were a buffer
+
+
+def old_state(layer: nn.Module) -> dict[str, Tensor]:
+    """The state that the layer would have had in 0.1, where nothing stood on the diagonal of compact reflectors."""
+    state = {name: t.clone() for name, t in layer.state_dict().items()}
+    for name in list(state):
+        prefix, _, last = name.rpartition(".")
+        if not last.startswith(("reflectors", "original")) or last == "original1" or "signs" in state:
+            continue
+        if isinstance(layer, LinearSymmetric):
+            continue
+        diagonal = state[name].diagonal(dim1=-2, dim2=-1)
+        found = torch.where(diagonal.signbit(), -1.0, 1.0).to(diagonal)
+        diagonal.zero_()
+        key = f"{prefix}.0.signs" if prefix else last.replace("reflectors", "signs")
+        if last.startswith(("reflectors_U", "reflectors_V")):
+            state.setdefault("_signs", found.new_ones(2, len(found)))["UV".index(last[-1])] = found
+        elif last == "original" or isinstance(layer, LinearOrthogonal):
+            state[key] = found
+        else:  # one matrix for U and V, each with signs of its own
+            of_U = torch.randn_like(found).sign()
+            state[key] = torch.stack((of_U, of_U * found), -2)
+    if "_signs" in state:
+        state["signs"] = state.pop("_signs")
+    return state
+
+
+@of_every(ALL)
+def test_old_checkpoints(case: Case, dtype: torch.dtype) -> None:
+    for layer in (case.make(dtype=dtype), perturbed(case.make(dtype=dtype))):
+        state, x = old_state(layer), case.input(dtype)
+        assert isinstance(layer, LinearSymmetric) or any("signs" in name for name in state)
+        for assign in (False, True):
+            other = case.make(dtype=dtype)
+            loaded = other.load_state_dict(copy.deepcopy(state), assign=assign)
+            assert not loaded.missing_keys and not loaded.unexpected_keys
+            with torch.no_grad():
+                assert torch.equal(output(other, x), output(layer, x))
+            model = nn.Sequential(case.make(dtype=dtype))
+            model.load_state_dict({f"0.{name}": t for name, t in state.items()}, assign=assign)
+            with torch.no_grad():
+                assert torch.equal(output(model[0], x), output(layer, x))
+
+
+@of_every(ALL)
+@pytest.mark.parametrize("wrong", [0.0, 2.0, 0.5, float("nan"), float("inf")])
+def test_signs_of_a_checkpoint_are_checked(case: Case, wrong: float) -> None:
+    layer = nn.Sequential(case.make())
+    state = {f"0.{name}": t for name, t in old_state(layer[0]).items()}
+    names = [name for name in state if "signs" in name]
+    for name in names:
+        bad = copy.deepcopy(state)
+        bad[name].view(-1)[-1] = wrong
+        with pytest.raises(RuntimeError, match=f'"{name}" should be 1 or -1; got values from'):
+            layer.load_state_dict(bad)
+    assert names or isinstance(layer[0], LinearSymmetric)
+
+
 # Made without memory
 
 
@@ -138,9 +269,9 @@ def test_meta_to_empty_and_reset(case: Case, path: str) -> None:
     other.load_state_dict(layer.state_dict(), assign=True)
     x = case.input()
     assert torch.equal(output(other, x), output(layer, x))
-    assert {n: p.requires_grad for n, p in other.named_parameters()} == dict.fromkeys(
-        dict(layer.named_parameters()), True
-    )
+    assert {n: p.requires_grad for n, p in other.named_parameters()} == {
+        n: not n.endswith("signs") for n, _ in layer.named_parameters()
+    }
 
 
 @pytest.mark.parametrize(
@@ -232,7 +363,8 @@ def test_a_dense_checkpoint_is_converted(make: Any, dense: Any, shape: Any, assi
     with torch.no_grad():
         torch.testing.assert_close(output(model[0], x), output(twin[0], x), rtol=1e-4, atol=1e-5)
     parameters = dict(model.named_parameters())
-    assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_contiguous() for p in parameters.values())
+    assert all(isinstance(p, nn.Parameter) and p.is_contiguous() for p in parameters.values())
+    assert all(p.requires_grad != name.endswith("signs") for name, p in parameters.items())
     output(model[0], x).sum().backward()
     loaded = {t.data_ptr() for t in state.values()}
     assert assign or not any(p.data_ptr() in loaded for p in parameters.values())
@@ -254,9 +386,16 @@ def test_a_dense_checkpoint_of_another_dtype(make: Any, dense: Any, shape: Any) 
 def test_orthogonal_and_symmetric_from_a_dense_checkpoint() -> None:
     W = torch.randn(5, 5)
     layer = LinearOrthogonal(5, 5)
-    layer.load_state_dict({"weight": W, "bias": torch.zeros(5)})
     U, _, Vh = torch.linalg.svd(W)
-    torch.testing.assert_close(layer.weight.detach(), U @ Vh)  # the nearest
+    nearest = U @ Vh
+    change = torch.dist(W, nearest) / W.norm()
+    with pytest.warns(
+        UserWarning, match=f'"weight" was replaced by the nearest weight .* differs from it by {change:.0%}'
+    ):
+        layer.load_state_dict({"weight": W, "bias": torch.zeros(5)})
+    torch.testing.assert_close(layer.weight.detach(), nearest)
+    layer.load_state_dict({"weight": nearest, "bias": torch.zeros(5)})  # without a warning
+    torch.testing.assert_close(layer.weight.detach(), nearest)
     symmetric = LinearSymmetric(5)
     symmetric.load_state_dict({"weight": W + W.mT, "bias": torch.zeros(5)})
     torch.testing.assert_close(symmetric.weight.detach(), W + W.mT, rtol=1e-4, atol=1e-5)
@@ -279,22 +418,44 @@ def test_a_whole_model() -> None:
         torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_kept_weight_is_that_of_the_checkpoint() -> None:
-    layer, dense, x = LinearSVD(4, 3).eval(), nn.Linear(4, 3), torch.randn(2, 4)
-    for assign in (False, True):
-        with torch.no_grad():
-            layer(x)
-            layer.load_state_dict(nn.Linear(4, 3).state_dict(), assign=assign)
-            layer(x)
-            layer.load_state_dict(dense.state_dict(), assign=assign)
-            torch.testing.assert_close(layer(x), dense(x))
-
-
 def test_a_spectrum_takes_the_nearest() -> None:
     layer = LinearSVD(3, 3, spectrum=spectrum.between(0.5, 2))
-    layer.load_state_dict({"weight": torch.diag(torch.tensor([9.0, 1.0, 0.0])), "bias": torch.zeros(3)})
+    with pytest.warns(UserWarning, match='"weight" was replaced by the nearest weight that LinearSVD can have'):
+        layer.load_state_dict({"weight": torch.diag(torch.tensor([9.0, 1.0, 0.0])), "bias": torch.zeros(3)})
     expected = torch.tensor([2 - 1.5e-3, 1.0, 0.5 + 1.5e-3])
     torch.testing.assert_close(layer.svd.sigma.detach(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dense", "warnings"),
+    [
+        (lambda: RNNSVD(3, 5, 2), lambda: nn.RNN(3, 5, 2), 2),
+        (lambda: RNNSVD(3, 5, spectrum=spectrum.free()), lambda: nn.RNN(3, 5), 0),
+        (lambda: LinearSVD(5, 4, rank=2), lambda: nn.Linear(5, 4), 1),
+        (lambda: Conv2dSVD(3, 4, 2, spectrum=spectrum.around(1, 0.1)), lambda: nn.Conv2d(3, 4, 2), 1),
+        (lambda: LinearSymmetric(4, spectrum=spectrum.between(5, 6)), lambda: symmetric_linear(4), 1),
+        (lambda: LinearSymmetric(4), lambda: symmetric_linear(4), 0),
+        (lambda: LinearSVD(5, 4, spectrum=spectrum.positive()), lambda: nn.Linear(5, 4), 0),
+    ],
+)
+def test_a_checkpoint_that_a_layer_cannot_have_is_a_warning(
+    layer: Callable[[], Any], dense: Callable[[], Any], warnings: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """One for each weight, by its name in the model; and none for a layer that can have it."""
+    model = nn.Sequential(layer())
+    model.load_state_dict(nn.Sequential(dense()).state_dict())
+    assert len(recwarn) == warnings
+    for warning in recwarn:
+        assert '"0.weight' in str(warning.message) and type(model[0]).__name__ in str(warning.message)
+    recwarn.clear()
+    model.load_state_dict(model.state_dict())
+    assert not recwarn
+
+
+def symmetric_linear(d: int) -> nn.Linear:
+    linear = nn.Linear(d, d)
+    linear.weight.data += linear.weight.data.mT.clone()
+    return linear
 
 
 def test_what_does_not_fit_is_said() -> None:
@@ -306,7 +467,7 @@ def test_what_does_not_fit_is_said() -> None:
         ({"weight": torch.full((3, 4), torch.nan), "bias": bias}, 'While converting "weight" to reflectors, sigma'),
         ({"weight": torch.randn(3, 4), "bias": bias, "scale": bias}, 'Unexpected key.*"scale"'),
         ({"weight": torch.randn(3, 4)}, 'Missing key.*"bias"'),
-        ({"bias": bias}, 'Missing key.*"reflectors", "sigma", "signs"'),
+        ({"bias": bias}, 'Missing key.*"reflectors", "sigma"'),
         ({"weight": torch.randn(3, 4), **before}, 'Unexpected key.*"weight"'),
         ({"weight": None, "bias": bias}, 'Missing key.*"reflectors"'),
     ):

@@ -10,7 +10,9 @@ import torch
 from problems import gradient_of
 from torch import Tensor
 
-from fasth.reflections import definition, svd_dense, svd_linear
+from fasth import functional
+from fasth.functional import svd_dense, svd_linear
+from fasth.reflections import definition
 from fasth.reflections.blocked import expand_compact
 
 
@@ -46,44 +48,44 @@ SHAPES = [
     Shape((200,), 90, 70),
     Shape((300,), 40, 70),  # W is formed
 ]
-FORMS = ["compact", "shared", "full", "triangular"]
+FORMS = ["compact", "signed", "shared", "full", "triangular"]
 
 
 def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """All arguments of ``svd_linear``, wanting gradients but for the signs. ``shared``: compact, both in one matrix."""
+    """All arguments of ``svd_linear``, wanting gradients. ``shared``: signed, both in one matrix."""
     generator = torch.Generator().manual_seed(shape.n + shape.m)
     n, m = shape.n, shape.m
     k = min(n, m) if shape.k is None else shape.k
-    sizes = {"x": (*shape.rows, m), "U": (n, m), "sigma": (k,), "V": (m, m), "bias": (n,), "signs": (2, k)}
+    sizes = {"x": (*shape.rows, m), "U": (n, m), "sigma": (k,), "V": (m, m), "bias": (n,)}
     if form != "shared":
         sizes["U"] = (n, n)
     tensors = {
         name: torch.randn(size, dtype=torch.float64, generator=generator).to(device, dtype)
         for name, size in sizes.items()
     }
-    tensors["signs"] = torch.where(tensors["signs"] < 0, -1, 1).to(dtype)
     if form == "shared":
         del tensors["V"]
-    if form in ("shared", "compact"):
+    if form in ("shared", "compact", "signed"):
         for name in ("U", "V"):
             if name in tensors:
                 tensors[name] = tensors[name].clamp(-1, 1)
-    return {name: t.requires_grad_(name != "signs") for name, t in tensors.items()}
+                diagonal = tensors[name].diagonal()  # away from zero, where signs have a gradient
+                diagonal.copy_(diagonal.sign() * diagonal.abs().clamp(min=0.25))
+    return {name: t.requires_grad_() for name, t in tensors.items()}
 
 
-def from_definition(x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor, signs: Tensor, form: str) -> Tensor:
+def from_definition(x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor, form: str) -> Tensor:
     if x.ndim == 1:
-        return from_definition(x.unsqueeze(0), U, sigma, V, bias, signs, form).squeeze(0)
-    if form in ("shared", "compact"):
+        return from_definition(x.unsqueeze(0), U, sigma, V, bias, form).squeeze(0)
+    k = len(sigma)
+    for t in {"shared": [U], "signed": [U, V]}.get(form, []):
+        if len(t):
+            sigma = sigma * torch.where(t.detach().diagonal()[:k].signbit(), -1, 1)
+    if form in ("shared", "compact", "signed"):
         U, V = expand_compact(U), expand_compact(V)
     triangular = form != "full"
-    rows = (
-        definition.householder(x, V, transpose=True, triangular=triangular)[..., : len(sigma)]
-        * sigma
-        * signs[0]
-        * signs[1]
-    )
-    rows = torch.cat((rows, rows.new_zeros(*rows.shape[:-1], U.shape[-1] - len(sigma))), -1)
+    rows = definition.householder(x, V, transpose=True, triangular=triangular)[..., :k] * sigma
+    rows = torch.cat((rows, rows.new_zeros(*rows.shape[:-1], U.shape[-1] - k)), -1)
     return definition.householder(rows, U, triangular=triangular) + bias
 
 
@@ -102,7 +104,11 @@ def with_gradients(out: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...
 
 
 def actual(tensors: dict[str, Tensor], form: str) -> Tensor:
-    return svd_linear(**tensors, form="compact" if form == "shared" else form)
+    return svd_linear(**tensors, form=name_of(form))
+
+
+def name_of(form: str) -> str:
+    return "signed" if form == "shared" else form
 
 
 def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], d: int) -> None:
@@ -123,7 +129,7 @@ def test_value_and_gradients(path: str, shape: Shape, form: str, precise: torch.
     assert_all_close(got, expected(tensors, form), shape.n + shape.m)
 
 
-@pytest.mark.parametrize(("form", "trains_all"), [("compact", False), ("full", True)])
+@pytest.mark.parametrize(("form", "trains_all"), [("signed", False), ("full", True)])
 @pytest.mark.parametrize("side", ["U", "V"])
 @pytest.mark.parametrize("shape", [*SHAPES, Shape((32,), 260, 20), Shape((32,), 20, 260)], ids=str)
 def test_without_reflectors_on_one_side(
@@ -146,10 +152,10 @@ def test_without_reflectors_on_one_side(
 
 @pytest.mark.parametrize(("n", "rows", "threads"), [(320, 64, 4), (320, 64, 1), (200, 64, 3)])
 @pytest.mark.parametrize("form", FORMS)
-def test_with_and_without_room_for_the_rows_after_every_block(
+def test_more_rows_than_a_block_has_reflections(
     n: int, rows: int, threads: int, form: str, device: str, set_threads: Callable[[int], None]
 ) -> None:
-    """There is none for 64 rows of full reflectors in blocks of 32: the forward pass still shares out what it likes."""
+    """The rows after every block are not saved then."""
     set_threads(threads)
     tensors = draw(Shape((rows,), n, n), form, torch.float32, device)
     got = with_gradients(actual(tensors, form), tensors)
@@ -158,11 +164,11 @@ def test_with_and_without_room_for_the_rows_after_every_block(
 
 @pytest.mark.parametrize("side", ["U", "V"])
 @pytest.mark.parametrize(("n", "m", "k"), [(130, 130, 130), (150, 130, 130), (130, 150, 130), (150, 150, 129)])
-@pytest.mark.parametrize("form", ["compact", "full"])
+@pytest.mark.parametrize("form", ["signed", "full"])
 def test_dense_without_reflectors_on_one_side(path: str, form: str, n: int, m: int, k: int, side: str) -> None:
     tensors = draw(Shape((3,), n, m, k), form, torch.float64, "cpu")
     tensors[side] = tensors[side].new_empty(0, tensors[side].shape[1])
-    options = {name: tensors[name] for name in ("U", "sigma", "V", "signs")}
+    options = {name: tensors[name] for name in ("U", "sigma", "V")}
     out = torch.nn.functional.linear(tensors["x"], svd_dense(**options, form=form), tensors["bias"])
     assert_all_close(with_gradients(out, tensors), expected(tensors, form), n + m)
 
@@ -171,8 +177,8 @@ def test_dense_without_reflectors_on_one_side(path: str, form: str, n: int, m: i
 def test_dense(path: str, form: str, device: str) -> None:
     for shape in SHAPES:
         tensors = draw(shape, form, torch.float64, device)
-        options = {name: tensors.get(name) for name in ("U", "sigma", "V", "signs")}
-        W = svd_dense(**options, form="compact" if form == "shared" else form)
+        options = {name: tensors.get(name) for name in ("U", "sigma", "V")}
+        W = svd_dense(**options, form=name_of(form))
         assert W.shape == (shape.n, shape.m)
         out = torch.nn.functional.linear(tensors["x"], W, tensors["bias"])
         assert_all_close((out,), (actual(tensors, form).double(),), shape.n + shape.m)
@@ -232,7 +238,24 @@ def test_rows_do_not_depend_on_each_other(
         assert_all_close(result(shape.rows[0]), wanted, shape.n + shape.m)
 
 
-def test_states_are_not_kept_where_they_would_take_much_memory(path: str) -> None:
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gradients_are_the_same_whatever_was_saved(
+    nothing_remembered: None,
+    monkeypatch: pytest.MonkeyPatch,
+    level: int,
+    form: str,
+    rows: int,
+    precise: torch.dtype,
+    device: str,
+) -> None:
+    tensors = draw(Shape((rows,), 70, 130), form, precise, device)
+    monkeypatch.setattr(functional, "plan_svd_linear", lambda *sizes: (24, level))
+    assert_all_close(with_gradients(actual(tensors, form), tensors), expected(tensors, form), 200)
+
+
+def test_little_is_saved_where_the_rows_after_every_block_would_take_much_memory(path: str) -> None:
     tensors = draw(Shape((1400,), 16, 700), "shared", torch.float32, "cpu")
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
@@ -244,11 +267,10 @@ def test_states_are_not_kept_where_they_would_take_much_memory(path: str) -> Non
 
 def test_second_derivatives(path: str) -> None:
     tensors = draw(Shape((2,), 4, 3), "shared", torch.float64, "cpu")
-    signs = tensors.pop("signs")
     tensors["U"] = tensors["U"].detach().mul(0.9).requires_grad_()
 
     def function(*inputs: Tensor) -> Tensor:
-        return actual(dict(zip(tensors, inputs, strict=True)) | {"signs": signs}, "shared")
+        return actual(dict(zip(tensors, inputs, strict=True)), "shared")
 
     assert torch.autograd.gradcheck(function, tuple(tensors.values()))
     assert torch.autograd.gradgradcheck(function, tuple(tensors.values()))
@@ -256,10 +278,9 @@ def test_second_derivatives(path: str) -> None:
 
 def test_one_tensor_as_both_sides(path: str) -> None:
     tensors = draw(Shape((2,), 3, 3), "compact", torch.float64, "cpu")
-    signs = tensors["signs"]
 
     def function(x: Tensor, U: Tensor, sigma: Tensor) -> Tensor:
-        return svd_linear(x, U, sigma, U, signs=signs)
+        return svd_linear(x, U, sigma, U)
 
     inputs = tensors["x"], tensors["U"].detach().mul(0.9).requires_grad_(), tensors["sigma"]
     assert torch.autograd.gradcheck(function, inputs)
@@ -292,30 +313,18 @@ def test_one_tensor_as_both_sides_has_the_gradients_of_both(
     assert_all_close(found, (wanted["U"] + wanted["V"],), 300)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape.rows) == 1], ids=str)
-def test_columns(path: str, shape: Shape, form: str, precise: torch.dtype) -> None:
-    """W X from X as it lies: in rows, in columns, with gaps; and whatever the gradient that comes back looks like."""
-    tensors = draw(shape, form, precise, "cpu")
-    del tensors["bias"]
-    options = {"form": "compact" if form == "shared" else form}
-    wanted = with_gradients(svd_linear(**tensors, **options), tensors)
-    rows = tensors.pop("x").detach()
-    for lie in (lambda t: t.contiguous(), lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1)[..., 0]):
-        X = lie(rows.mT).requires_grad_()
-        out = svd_linear(X, **tensors, columns=True, **options)
-        inputs = [t for t in (X, *tensors.values()) if t.requires_grad]
-        for g in (lie(gradient_of(wanted[0]).to(out).mT), lie(gradient_of(wanted[0]).to(out).mT.contiguous())):
-            found = torch.autograd.grad(out, inputs, g, allow_unused=True, retain_graph=True)
-            got = [torch.zeros_like(t) if f is None else f for f, t in zip(found, inputs, strict=True)]
-            assert_all_close((out.mT, got[0].mT, *got[1:]), tuple(t.double() for t in wanted), shape.n + shape.m)
-
-
-def test_second_derivatives_of_columns(path: str) -> None:
-    tensors = draw(Shape((2,), 4, 3), "shared", torch.float64, "cpu")
-    U, sigma = tensors["U"].detach().mul(0.9).requires_grad_(), tensors["sigma"]
-    X = tensors["x"].detach().mT.contiguous().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda X, U, sigma: svd_linear(X, U, sigma, columns=True), (X, U, sigma))
+def test_x_of_any_strides(path: str, shape: Shape, precise: torch.dtype) -> None:
+    """Columns of a matrix as rows, every other column, and whatever the gradient that comes back looks like."""
+    tensors = draw(shape, "shared", precise, "cpu")
+    wanted = expected(tensors, "shared")
+    x, g = tensors["x"].detach(), gradient_of(wanted[0]).to(precise)
+    inputs = [t for name, t in tensors.items() if name != "x"]
+    for lay_out in (lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1)[..., 0]):
+        strided = lay_out(x).requires_grad_()
+        out = actual({**tensors, "x": strided}, "shared")
+        found = torch.autograd.grad(out, [strided, *inputs], lay_out(g))
+        assert_all_close((out, *found), wanted, shape.n + shape.m)
 
 
 def test_a_hook_that_changes_saved_tensors_is_found_out() -> None:
@@ -332,7 +341,6 @@ def test_a_hook_that_changes_saved_tensors_is_found_out() -> None:
         {"x": torch.randn(5, 9)},
         {"x": torch.randn(5, 8, dtype=torch.float64)},
         {"sigma": torch.randn(9)},
-        {"signs": torch.ones(8)},
         {"bias": torch.randn(7)},
         {"bias": torch.randn(8, dtype=torch.float64)},
     ],
@@ -348,6 +356,26 @@ def test_gradients_too_large_for_the_caches(path: str, n: int, m: int) -> None:
     """They are written past them, where they lie such that they can be. The twin is a product with the dense weight."""
     tensors = draw(Shape((8,), n, m), "shared", torch.float32, "cpu")
     tensors["U"] = tensors["U"].detach().mul(0.05).requires_grad_()
-    W = svd_dense(tensors["U"], tensors["sigma"], signs=tensors["signs"])
+    W = svd_dense(tensors["U"], tensors["sigma"], form="signed")
     twin = with_gradients(torch.nn.functional.linear(tensors["x"], W, tensors["bias"]), tensors)
     assert_all_close(with_gradients(actual(tensors, "shared"), tensors), tuple(t.double() for t in twin), n + m)
+
+
+@pytest.mark.parametrize("form", ["shared", "signed"])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_signs_close_to_zero_are_pushed_away_from_it(path: str, form: str, rows: int, precise: torch.dtype) -> None:
+    """By a gradient of 0.1 where an entry of the diagonal is below 0.25; −0 is negative."""
+    tensors = draw(Shape((rows,), 70, 40), form, precise, "cpu")
+    values = torch.tensor([0.0, -0.0, 0.2, -0.2, 0.3, -0.3, 1.0, -1.0], dtype=precise)
+    pushes = torch.tensor([-0.1, 0.1, -0.1, 0.1, 0, 0, 0, 0], dtype=precise)
+    for name in ("U", "V"):
+        if name in tensors:
+            tensors[name].detach().diagonal()[:8] = values
+    got = dict(zip(["out", *tensors], with_gradients(actual(tensors, form), tensors), strict=True))
+    wanted = dict(zip(["out", *tensors], expected(tensors, form), strict=True))
+    for name in ("U", "V"):
+        if name in tensors:
+            factor = 2 if form == "shared" and path == "pytorch" else 1  # two products, and each of them pushes
+            torch.testing.assert_close(got[name].diagonal()[:8], factor * pushes)
+            got[name].diagonal().zero_()
+    assert_all_close(tuple(got.values()), tuple(wanted.values()), 110)

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fasth.reflections import native
+from fasth.reflections import core
 from fasth.reproduce.methods import LINEAR, METHODS, Case
-from fasth.reproduce.timing import Timing, WrongAnswer, environment, measure, verify
+from fasth.reproduce.timing import WrongAnswer, environment, measure, verify
+from fasth.timing import Timing
 
 
 def case(name: str = "right", function=torch.nn.functional.linear) -> Case:
@@ -144,5 +145,5 @@ def test_the_environment_names_machine_threads_and_versions():
     assert found["cpu"] and found["cores"] >= 1
     assert found["threads"] == torch.get_num_threads()
     assert {"fasth", "python", "torch"} <= set(found["versions"])
-    assert found["core"] in {"off", "not built", *native.available_levels()}
+    assert found["core"] in {"off", "not built", *core.available_levels()}
     assert found["date"].endswith("+00:00")

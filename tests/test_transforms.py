@@ -162,7 +162,7 @@ def test_vmap_twice(device):
 @pytest.mark.parametrize("triangular", [False, True], ids=["full", "triangular"])
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compile(triangular, backend, device):
-    """Forward and backward in one graph each, and one graph for all batch sizes after the first."""
+    """In one graph for each way to compute: the first batch size, and few, more and many rows of any size."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda x, V: householder(x, V, triangular=triangular), fullgraph=True, backend=counter)
@@ -177,7 +177,7 @@ def test_compile(triangular, backend, device):
             strict=True,
         ):
             torch.testing.assert_close(t, reference, rtol=1e-4, atol=1e-3)
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= 4
 
 
 def test_under_autocast(device):

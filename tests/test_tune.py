@@ -10,38 +10,41 @@ import pytest
 import torch
 from processes import python, script
 
+from fasth import LinearSVD, householder
 from fasth.cli import main
-from fasth.reflections import householder, tuned, tuning
-from fasth.tuner import block_sizes, tune
+from fasth.reflections import heuristics, tuning_file
+from fasth.tune import block_sizes, tune
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A cache folder of its own for each test."""
     monkeypatch.setenv("FASTH_CACHE_DIR", str(tmp_path))
-    tuned.forget()
+    tuning_file.invalidate()
     yield tmp_path
-    tuned.forget()
+    tuning_file.invalidate()
 
 
-def entry(**changes) -> tuned.Entry:
-    name, core = tuned.machine("cpu")
+def entry(**changes) -> tuning_file.Entry:
+    name, core = tuning_file.machine("cpu")
     threads = torch.get_num_threads()
-    made = tuned.Entry(name, core, "cpu", threads, "float32", 48, 32, block_size=5, crossover=60, crossover_full=50)
+    made = tuning_file.Entry(
+        name, core, "cpu", threads, "float32", 48, 32, block_size=5, crossover=60, crossover_full=50
+    )
     return replace(made, **changes)
 
 
 def test_what_was_found_is_used_from_then_on():
-    assert tuning.default_block_size(48) == 24
-    assert not tuning.materialising_pays(60, 48, 48, True)
-    tuned.store(entry())
+    assert heuristics.default_block_size(48) == 24
+    assert not heuristics.forming_pays(60, 48, 48, True)
+    tuning_file.store(entry())
     for _ in range(2):
-        assert tuning.default_block_size(48) == 5
-        assert tuning.default_block_size(47) == 24
-        assert [tuning.materialising_pays(rows, 48, 48, True) for rows in (48, 59, 60)] == [False, False, True]
-        assert [tuning.materialising_pays(rows, 48, 48, False) for rows in (49, 50)] == [False, True]
-        assert not tuning.materialising_pays(60, 40, 48, True), "found for as many reflections as dimensions"
-        tuned.forget()  # and read again from the file
+        assert heuristics.default_block_size(48) == 5
+        assert heuristics.default_block_size(47) == 24
+        assert [heuristics.forming_pays(rows, 48, 48, True) for rows in (48, 59, 60)] == [False, False, True]
+        assert [heuristics.forming_pays(rows, 48, 48, False) for rows in (49, 50)] == [False, True]
+        assert not heuristics.forming_pays(60, 40, 48, True), "found for as many reflections as dimensions"
+        tuning_file.invalidate()  # and read again from the file
 
 
 @pytest.mark.parametrize(
@@ -50,33 +53,32 @@ def test_what_was_found_is_used_from_then_on():
     ids=lambda change: next(iter(change)),
 )
 def test_what_was_found_elsewhere_is_kept_and_not_used(other):
-    tuned.store(entry(**other))
-    tuned.forget()
-    assert tuning.default_block_size(48) == 24
-    tuned.store(entry())
-    assert len(tuned.load()) == 2
+    tuning_file.store(entry(**other))
+    tuning_file.invalidate()
+    assert heuristics.default_block_size(48) == 24
+    tuning_file.store(entry())
+    assert len(tuning_file.load()) == 2
 
 
 def test_the_dtype_of_the_work_decides():
-    tuned.store(entry(dtype="float64", block_size=7))
-    V = torch.empty(48, 48, dtype=torch.float64)
-    assert tuning.default_block_size(48, V) == 7
-    assert tuning.default_block_size(48, V.float()) == 24
+    tuning_file.store(entry(dtype="float64", block_size=7))
+    assert heuristics.default_block_size(48, heuristics.Where("cpu", torch.float64)) == 7
+    assert heuristics.default_block_size(48, heuristics.Where("cpu", torch.float32)) == 24
 
 
 def test_results_stay_the_same_with_what_was_found():
     x, V = (torch.randn(n, 48, dtype=torch.float64) for n in (70, 48))
     before = householder(x, V)
-    tuned.store(entry(dtype="float64"))
-    tuned.store(entry())
+    tuning_file.store(entry(dtype="float64"))
+    tuning_file.store(entry())
     torch.testing.assert_close(householder(x, V), before)
 
 
 def test_a_compiled_graph_does_not_depend_on_the_file():
-    tuned.store(entry())
+    tuning_file.store(entry())
 
     def chosen(x):
-        return x + tuning.default_block_size(48) + tuning.materialising_pays(60, 48, 48, True)
+        return x + heuristics.default_block_size(48) + heuristics.forming_pays(60, 48, 48, True)
 
     compiled = torch.compile(chosen, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(())) == 24
@@ -86,16 +88,16 @@ def test_tuning_stores_one_of_its_candidates():
     found = tune(32, 8)
     assert found.entry.block_size in block_sizes(32)
     assert found.entry.crossover > 32 and found.entry.crossover_full > 32
-    assert tuning.default_block_size(32) == found.entry.block_size
-    assert [e.identity for e in tuned.load()] == [found.entry.identity]
+    assert heuristics.default_block_size(32) == found.entry.block_size
+    assert [e.identity for e in tuning_file.load()] == [found.entry.identity]
     assert found.seconds <= found.default_seconds
 
 
 def test_candidates_are_even_splits_and_the_default():
     for d in (2, 3, 33, 64, 784, 2048):
         sizes = block_sizes(d)
-        assert tuning.block_size_by_rule(d) in sizes
-        assert all(1 <= k <= d and tuning.even_block_size(d, k) == k for k in sizes)
+        assert heuristics.block_size_by_rule(d) in sizes
+        assert all(1 <= k <= d and heuristics.even_block_size(d, k) == k for k in sizes)
 
 
 @pytest.mark.parametrize(
@@ -107,45 +109,99 @@ def test_arguments_that_make_no_sense(arguments, words):
         tune(*arguments)
 
 
-@pytest.mark.parametrize(
+DAMAGED = {
+    "nothing": "",
+    "half of it": "{",
+    "a list": "[]",
+    "a number": "1",
+    "no entries": '{"version": 1}',
+    "another version": '{"version": 99, "entries": []}',
+    "half an entry": '{"version": 1, "entries": [{"d": 48}]}',
+    "an entry that is a list": '{"version": 1, "entries": [[]]}',
+    "nested": '{"version": 1, "entries": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "nested objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "no text": b"\xff\xfe",
+    "a long number": '{"version": 1, "entries": [' + "9" * 5000 + "]}",
+}
+IMPOSSIBLE = {
+    "block_size": [0, -1, 49, 10**9, 9223372036854775807, 10**400, 2.5, True, "5", None, float("nan")],
+    "crossover": [0, -1, 10**400, 1e300, float("inf"), None],
+    "crossover_full": [0, 10**400],
+    "d": [0, -48, 10**400, None],
+    "threads": [0, "2"],
+    "rows": [0],
+    "dtype": [None, 32],
+}
+damaged = pytest.mark.parametrize(
     "content",
     [
-        "",
-        "{",
-        "[]",
-        '{"version": 1}',
-        '{"version": 99, "entries": []}',
-        '{"version": 1, "entries": [{"d": 48}]}',
-        "block",
-        b"\xff\xfe",
+        *DAMAGED.values(),
+        *(lambda name=name, value=value: _with(name, value) for name, values in IMPOSSIBLE.items() for value in values),
     ],
+    ids=[*DAMAGED, *(f"{name} {value!r:.20}" for name, values in IMPOSSIBLE.items() for value in values)],
 )
+
+
+def _with(name: str, value: object) -> str:
+    """A file with one entry, good but for one field."""
+    return json.dumps({"version": 1, "entries": [vars(entry()) | {name: value}]})
+
+
+@damaged
 def test_a_damaged_file_is_ignored_with_a_warning_and_then_replaced(folder, content):
-    if content == "block":
-        good = {"version": 1, "entries": [vars(entry()) | {"block_size": 0}]}
-        content = json.dumps(good)
+    content = content() if callable(content) else content
     path = folder / "tuning.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(RuntimeWarning, match=r"tuning\.json is damaged and was ignored"):
-        assert tuning.default_block_size(48) == 24
-    assert tuning.default_block_size(48) == 24  # once is enough
-    tuned.store(entry())
-    assert tuned.load() == [entry()]
+        assert heuristics.default_block_size(48) == 24
+    assert heuristics.default_block_size(48) == 24  # once is enough
+    assert not heuristics.forming_pays(60, 48, 48, True)
+    tuning_file.store(entry())
+    assert tuning_file.load() == [entry()]
+
+
+@pytest.mark.parametrize("block_size", [9223372036854775807, 10**9, 49])
+def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
+    """On every backend: it once gave wrong numbers, and a segmentation fault."""
+    x, V = torch.randn(5, 48).double(), torch.randn(48, 48).double().requires_grad_()
+    layer = LinearSVD(48, 48, dtype=torch.float64)
+
+    def results():
+        out = householder(x, V)
+        return out, layer(x), *torch.autograd.grad(out.sin().sum() + layer(x).sin().sum(), [V, *layer.parameters()])
+
+    expected = results()
+    impossible = entry(dtype="float64", block_size=block_size)
+    (folder / "tuning.json").write_text(json.dumps({"version": 1, "entries": [vars(impossible)]}))
+    tuning_file.invalidate()
+    with pytest.warns(RuntimeWarning, match="block_size"):
+        actual = results()
+    assert all(torch.equal(t, reference) for t, reference in zip(actual, expected, strict=True))
+    # Even one that comes around the file's check is no larger than there are reflections.
+    tuning_file.table()[impossible.key] = impossible
+    torch.testing.assert_close(results(), expected)
+
+
+def test_a_large_crossover_is_one_that_is_never_reached():
+    tuning_file.store(entry(crossover=2**40, crossover_full=2**40))
+    tuning_file.invalidate()
+    assert not heuristics.forming_pays(10**9, 48, 48, True) and not heuristics.forming_pays(10**9, 48, 48, False)
+    assert not heuristics.forming_svd_pays(10**9, 48, 48, 48, 48, 48, True)
 
 
 def test_several_processes_leave_all_their_entries(folder):
     code = """
 import sys
-from fasth.reflections import tuned
+from fasth.reflections import tuning_file
 for d in range(10):
-    tuned.store(tuned.Entry("m", "c", "cpu", 1, "float32", 1 + d + 10 * {n}, 32, 4, 50, 50))
+    tuning_file.store(tuning_file.Entry("m", "c", "cpu", 1, "float32", 1 + d + 10 * {n}, 32, 1, 50, 50))
 """
     import subprocess
     import sys
 
     running = [subprocess.Popen([sys.executable, "-c", code.format(n=n)]) for n in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert sorted(e.d for e in tuned.load()) == list(range(1, 31))
+    assert sorted(e.d for e in tuning_file.load()) == list(range(1, 31))
     assert {path.name for path in folder.iterdir()} == {"tuning.json", "tuning.lock"}
 
 
@@ -162,7 +218,7 @@ def test_the_folder(monkeypatch, environment, expected):
     monkeypatch.setattr("sys.platform", "linux")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert str(tuned.folder()) == expected
+    assert str(tuning_file.folder()) == expected
 
 
 def test_the_command_tunes_and_info_shows_it(folder, capsys):
@@ -193,8 +249,8 @@ def test_reproducing_without_the_extra_says_what_to_install():
 
 
 def test_looking_up_is_cheap():
-    tuned.store(entry())
+    tuning_file.store(entry())
     start = time.perf_counter()
     for _ in range(1000):
-        tuning.default_block_size(48)
+        heuristics.default_block_size(48)
     assert (time.perf_counter() - start) / 1000 < 50e-6, "it is called in every step"

@@ -23,18 +23,27 @@ SPECTRA = [
 def definition_weight(layer: Any) -> Tensor:
     """The layer's weight as a matrix, one reflection at a time, differentiable."""
     if not hasattr(layer, "spectrum"):
-        Q = _orthogonal(layer.reflectors, layer.form, layer.signs)[:, : len(layer.signs)]
+        signs = layer.signs if layer.form == "full" else signs_on_diagonal(layer.reflectors)
+        Q = _orthogonal(layer.reflectors, layer.form, signs)[:, : len(signs)]
         return Q.mT if layer.out_features < layer.in_features else Q
     sigma = layer.spectrum(layer.sigma)
     if hasattr(layer, "eig"):
         U = _orthogonal(layer.reflectors, layer.form)
         return U @ torch.diag(sigma) @ U.mT
-    if hasattr(layer, "reflectors"):
-        U, V = layer.reflectors.mT, layer.reflectors
+    k = len(sigma)
+    if layer.form == "full":
+        U, V, signs = layer.U, layer.V, layer.signs.prod(0)
+    elif hasattr(layer, "reflectors"):
+        U, V, signs = layer.reflectors.mT, layer.reflectors, signs_on_diagonal(layer.reflectors)
     else:
-        U, V = (layer.reflectors_U, layer.reflectors_V) if hasattr(layer, "reflectors_U") else (layer.U, layer.V)
-    U, V = (_orthogonal(V, layer.form, signs)[:, : len(sigma)] for V, signs in zip((U, V), layer.signs, strict=True))
-    return U @ torch.diag(sigma) @ V.mT
+        U, V = layer.reflectors_U, layer.reflectors_V
+        signs = signs_on_diagonal(U) * signs_on_diagonal(V)
+    U, V = (_orthogonal(V, layer.form)[:, :k] for V in (U, V))
+    return U @ torch.diag(sigma * signs) @ V.mT
+
+
+def signs_on_diagonal(reflectors: Tensor) -> Tensor:
+    return torch.where(reflectors.detach().diagonal().signbit(), -1, 1).to(reflectors.dtype)
 
 
 def _orthogonal(V: Tensor, form: str, signs: Tensor | None = None) -> Tensor:
@@ -50,8 +59,12 @@ def _orthogonal(V: Tensor, form: str, signs: Tensor | None = None) -> Tensor:
 def perturbed(layer: nn.Module, size: float = 0.3) -> Any:
     """The layer with Gaussian numbers added to its parameters: a point such as training would reach."""
     with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(size * torch.randn_like(p))
+        for name, p in layer.named_parameters():
+            if not name.endswith("signs"):
+                p.add_(size * torch.randn_like(p))
+                if p.ndim >= 2:  # signs on a diagonal have a gradient close to zero
+                    diagonal = p.diagonal(dim1=-2, dim2=-1)
+                    diagonal.copy_(diagonal.abs().clamp(min=0.25).copysign(diagonal))
     return layer
 
 

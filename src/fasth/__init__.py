@@ -3,13 +3,13 @@
 from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
 from fasth.flows import SVDTransform
-from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.functional import householder
+from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, cached
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
 from fasth.penalties import nuclear_norm
-from fasth.reflections import householder
-from fasth.tuner import tune
-from fasth.watch import spectra
+from fasth.spectra import spectra
+from fasth.tune import tune
 
 __all__ = [
     "RNNSVD",
@@ -22,6 +22,7 @@ __all__ = [
     "Orthogonal",
     "SVDTransform",
     "Symmetric",
+    "cached",
     "compress",
     "householder",
     "nuclear_norm",

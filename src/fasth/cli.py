@@ -13,9 +13,9 @@ import torch
 
 import fasth
 from fasth.environment import describe
-from fasth.reflections import tuned
+from fasth.reflections import tuning_file
 from fasth.reproduce import options as reproduce_options
-from fasth.tuner import tune
+from fasth.tune import tune
 
 _SIZES = [64, 128, 256, 512, 768, 1024]
 
@@ -60,7 +60,7 @@ def _tune(options: argparse.Namespace) -> int:
             f"  {found.default_seconds * 1e3:6.3f} ms  {entry.crossover:11} rows  {found.default_crossover:9}",
             flush=True,
         )
-    print(f"Kept in {tuned.path()}")
+    print(f"Kept in {tuning_file.path()}")
     return 0
 
 
@@ -74,7 +74,10 @@ def _info(options: argparse.Namespace) -> int:
         found = describe()
     except (ImportError, ValueError) as error:  # a core that does not load, or FASTH_ISA names one that is not here
         return _refuse(str(error))
-    found["tuning"] = {"file": str(tuned.path()), "entries": [asdict(entry) for entry in tuned.table().values()]}
+    found["tuning"] = {
+        "file": str(tuning_file.path()),
+        "entries": [asdict(entry) for entry in tuning_file.table().values()],
+    }
     if options.json:
         print(json.dumps(found, indent=2))
     else:
@@ -110,7 +113,7 @@ def _choices(entry: dict[str, Any]) -> str:
 
 def _path(core: str) -> str:
     if core == "off":
-        return "PyTorch: the core is switched off by FASTH_CORE"
+        return "PyTorch: the core is switched off by FASTH_BACKEND or FASTH_CORE"
     if core == "not built":
         return "PyTorch: no compiled core was built (no C++ compiler when fasth was installed?)"
     return f"compiled core, {core}"

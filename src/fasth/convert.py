@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from fasth import lowrank
+from fasth import lowrank, private
 from fasth.lowrank import LowRank, dense_twin, matrix_shape, truncated
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
-from fasth.replace import FILTERED, Conversion, Filter, Plan, factors
+from fasth.replace import FILTERED, Conversion, Filter, Plan, factors, parameters_of
 from fasth.spectrum import Spectrum, free
 
 __all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
@@ -29,16 +29,6 @@ _DENSE = (*lowrank.DENSE, nn.RNN)
 _FACTORED = (*lowrank.FACTORED, LinearOrthogonal, RNNSVD)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HOOKS_LOST = "its hooks would be lost"
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def to_svd(
@@ -228,11 +218,12 @@ def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
             if isinstance(module, kind):
                 return f"a subclass of {kind.__name__} may compute something else"
         return f"it is none of {', '.join(kind.__name__ for kind in kinds)}"
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+    if private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
         return HOOKS_LOST
     if "forward" in vars(module):
         return "its forward method is not that of its class"
-    held = [*module._parameters, *module._buffers, *module._modules]
+    named = *parameters_of(module), *module.named_buffers(recurse=False), *module.named_children()
+    held = [name for name, _ in named if name != "_layout"]
     matrices = _names_of_matrices(module)
     if any(name not in held for name in matrices) or any(
         name not in matrices and not name.startswith(("bias", "weight_ih")) for name in held
@@ -245,9 +236,9 @@ def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
 
 def _names_of_matrices(module: Any) -> tuple[str, ...]:
     if isinstance(module, Factored):
-        return module._made_of
+        return module._factor_names
     if isinstance(module, nn.RNN):
-        return tuple(name for name in module._flat_weights_names if name.startswith("weight_hh"))
+        return tuple(name for name, _ in parameters_of(module) if name.startswith("weight_hh"))
     return ("weight",)
 
 
@@ -255,8 +246,6 @@ def _why_not_tensors(parameters: list[nn.Parameter]) -> str:
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return f"it holds a {type(parameter).__name__}"
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            return HOOKS_LOST
         if parameter.dtype not in _DTYPES:
             return f"it is {parameter.dtype}"
         if parameter.is_meta:

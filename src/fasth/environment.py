@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import fasth
-from fasth.reflections import native
+from fasth.reflections import core as core_module
 
-_SETTINGS = ("FASTH_CORE", "FASTH_ISA", "FASTH_CORE_DIR")
+_SETTINGS = ("FASTH_BACKEND", "FASTH_CORE", "FASTH_ISA", "FASTH_CORE_DIR")
 _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
@@ -22,16 +22,16 @@ def describe() -> dict[str, Any]:
     ``core`` is the instruction set of the compiled core in use, "off" or "not built"; the levels are those that were
     built and those that this machine has.
     """
-    core = native.core()
-    built = [level for level in native.LEVELS if native._spec(level)]
-    highest = native.LEVELS.index(native.machine_level())
+    core = core_module.core()
+    built = [level for level in core_module.LEVELS if core_module._spec(level)]
+    highest = core_module.LEVELS.index(core_module.machine_level())
     cpu = _processor()
     flags = cpu.get("flags", cpu.get("Features", "")).split()
     return {
         "versions": {"fasth": fasth.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
         "core": core.isa if core else "off" if built else "not built",
         "openmp": core.openmp if core else None,
-        "levels": {"built": built, "machine": list(native.LEVELS[: highest + 1])},
+        "levels": {"built": built, "machine": list(core_module.LEVELS[: highest + 1])},
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "threads": torch.get_num_threads(),
         "cpu": cpu.get("model name") or platform.processor() or platform.machine(),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from fasth.nn import Conv1dSVD, Conv2dSVD, LinearSVD, LinearSymmetric
+from fasth.nn.factored import Factored
 from fasth.nn.factors import SVDFactors
 from fasth.operators import SVD
 from fasth.operators.orthogonal import compact_from_dense
@@ -36,7 +37,8 @@ class LowRank(nn.Sequential):
 
     @property
     def bias(self) -> Tensor | None:
-        return self[1]._parameters["bias"]
+        bias: Any = self[1].bias
+        return bias
 
 
 def matrix_shape(layer: Any) -> tuple[int, int]:
@@ -123,9 +125,12 @@ def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
         sizes = layer.in_channels, layer.out_channels, layer.kernel_size
         new = skip_init(kind, *sizes, **geometry, **options)
     (U, U_signs), (V, V_signs) = compact_from_dense(U), compact_from_dense(V)
-    new._set_factors(U, sigma, V, torch.stack((U_signs, V_signs)))
-    was_trained = {factor is getattr(layer, "sigma", None): factor.requires_grad for factor in factors(layer)}
-    for factor in factors(new):  # sigma as it was, and the reflectors as they were; of a dense layer all as its weight
+    new._write(**new._as_parameters(U, sigma, V, torch.stack((U_signs, V_signs))))
+    trained = layer._trained_factors() if isinstance(layer, Factored) else factors(layer)
+    was_trained = {factor is getattr(layer, "sigma", None): factor.requires_grad for factor in trained}
+    for (
+        factor
+    ) in new._trained_factors():  # sigma as it was, and the reflectors as they were; of a dense layer all as its weight
         factor.requires_grad_(was_trained.get(factor is new.sigma, was_trained[False]))
     new.init = getattr(layer, "init", new.init)
     return new

@@ -136,6 +136,8 @@ def _roles(model: nn.Module, rule: _Rule | None) -> dict[nn.Parameter, _Role]:
     for module in model.modules():
         weight = _weight_of(module)
         for name, parameter in module.named_parameters(recurse=False):
+            if weight is not None and name == "signs":
+                continue  # constants
             if is_lazy(parameter):
                 raise ValueError(f"`model` should have seen a first batch, which sets the size of its {module}")
             role = _role(weight, name.removesuffix("_orig"), parameter, rule)  # as torch.nn.utils.prune renames it

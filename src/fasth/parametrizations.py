@@ -6,17 +6,18 @@ apply the reflections to few rows, where a parametrization has to form the weigh
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from fasth.nn.factored import in_dtype_of, one_of
-from fasth.nn.factors import joined, of_orthogonal, spectrum_or_free
+from fasth.functional import svd_dense
+from fasth.nn.factored import one_of
+from fasth.nn.factors import check_signs, joined, one_side, put_signs, spectrum_or_free, with_diagonal
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
-from fasth.reflections import svd_dense
+from fasth.reflections.autograd import diagonal_signs
 from fasth.spectrum import Spectrum
 
 __all__ = ["OrthogonalWeight", "SVDWeight", "orthogonal", "svd"]
@@ -34,6 +35,8 @@ def orthogonal(
     In place of ``torch.nn.utils.parametrizations.orthogonal``, with the same shapes and the same matrix at the start:
     W itself, if it is orthogonal, and else the Q of W = QR with positive diagonal of R. So is what is assigned to it
     later, ``module.weight = W``. W is trained as compact reflectors, which stand in a tensor of its own shape.
+
+    A checkpoint of torch's parametrization, of the same ``orthogonal_map``, is converted as it is loaded.
 
     Args:
         module: any module.
@@ -57,7 +60,9 @@ def orthogonal(
     if weight.is_complex():
         parametrizations.orthogonal(module, name, orthogonal_map, use_trivialization=use_trivialization)
     else:
-        parametrize.register_parametrization(module, name, OrthogonalWeight(weight), unsafe=True)
+        parametrization = OrthogonalWeight(weight)
+        parametrization.map_of_torch = orthogonal_map
+        _register(module, name, parametrization)
     return module
 
 
@@ -86,28 +91,27 @@ def svd(module: M, name: str = "weight", spectrum: Spectrum | None = None) -> M:
             f"`{name}` should not be parametrized yet, since an SVD is made of two tensors; "
             f"got {module.parametrizations[name]}"  # type: ignore[index]
         )
-    parametrize.register_parametrization(module, name, SVDWeight(weight, spectrum), unsafe=True)
+    _register(module, name, SVDWeight(weight, spectrum))
     return module
 
 
 class _Weight(nn.Module):
-    """A map to W: (*b, n, m) from reflectors, with a buffer of ±1 that reflections leave open."""
+    """A map to W: (*b, n, m) from compact reflectors, which have the signs of their columns on the diagonal."""
 
-    signs: Tensor
-
-    def __init__(self, weight: Tensor, *signs: int) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shape = weight.shape
-        # With these, zeros as reflectors are the identity.
-        signs = (*weight.shape[:-2], *signs, min(weight.shape[-2:]))
-        self.register_buffer("signs", torch.full(signs, -1.0, dtype=weight.dtype, device=weight.device))
+        self.shape, self.dtype = weight.shape, weight.dtype
 
     def _check(self, W: Tensor) -> None:
-        if (W.shape, W.dtype) != (self.shape, self.signs.dtype):
+        if (W.shape, W.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"what is assigned should have shape {tuple(self.shape)} and be {self.signs.dtype}; "
+                f"what is assigned should have shape {tuple(self.shape)} and be {self.dtype}; "
                 f"got {tuple(W.shape)} and {W.dtype}"
             )
+
+    def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Other checkpoints in the form of this one. The prefix is that of the originals."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return "×".join(map(str, self.shape))
@@ -117,8 +121,11 @@ class OrthogonalWeight(_Weight):
     """X ↦ (H₁⋯H_k diag(signs))[:, :k], or its transpose where X is wide.  X: (*b, n, m) → (*b, n, m), k = min(n, m).
 
     The reflectors are the columns of X below its diagonal, or its rows right of it, where it is wide; each has a 1 on
-    the diagonal that is not stored.
+    the diagonal that is not stored. What is stored there has the sign of the column, and gets no gradient. This is how
+    ``torch.nn.utils.parametrizations.orthogonal`` holds its Householder map, too.
     """
+
+    map_of_torch: str | None = None  # that of a checkpoint of torch's parametrization
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
@@ -126,11 +133,14 @@ class OrthogonalWeight(_Weight):
         self.wide = n < m
 
     def forward(self, X: Tensor) -> Tensor:
+        if 0 in X.shape:
+            return X
         V = X if self.wide else X.mT
         if X.ndim == 2:
-            return svd_dense(*of_orthogonal(V, self.signs, self.wide))
-        Q = Orthogonal(V, form="compact", signs=in_dtype_of(V, self.signs))
+            return svd_dense(*one_side(V, None, self.wide), form="signed")
         k, d = V.shape[-2:]
+        Q = Orthogonal(V, form="compact", signs=diagonal_signs(V, k))
+        Q.form = "signed"  # for the gradient of the diagonal
         columns = Q.matmul(torch.eye(d, k, dtype=X.dtype, device=X.device))
         return columns.mT if self.wide else columns
 
@@ -138,53 +148,104 @@ class OrthogonalWeight(_Weight):
     def right_inverse(self, W: Tensor) -> Tensor:
         """From any W: (*b, n, m), of which its QR decomposition makes an orthogonal one."""
         self._check(W)
-        if W.is_meta:
+        if W.is_meta or 0 in W.shape:
             return torch.empty_like(W)
         V, signs = compact_from_dense(W.mT if self.wide else W)
-        self.signs.copy_(signs)
+        V = with_diagonal(V, signs)
         return (V if self.wide else V.mT).contiguous()
+
+    def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        original, signs = state_dict.get(prefix + "original"), state_dict.pop(prefix + "0.signs", None)
+        if signs is not None:  # fasth 0.1
+            check_signs(prefix + "0.signs", signs)
+            put_signs(state_dict, prefix + "original", signs)
+        base = state_dict.pop(prefix + "0.base", None)
+        if base is not None and isinstance(original, Tensor):
+            state_dict[prefix + "original"] = self.right_inverse(_by_torch(original, base, self.map_of_torch))
 
 
 class SVDWeight(_Weight):
     """reflectors, sigma ↦ U diag(spectrum(sigma)) Vᵀ.  (*b, n, m), (*b, min(n, m)) → (*b, n, m).
 
-    Of the reflectors, those of U are the columns below the diagonal, those of V the rows right of it, as in
-    ``LinearSVD``. ``signs``: (*b, 2, min(n, m)), of U's and of V's columns.
+    Of the reflectors, those of U are the columns below the diagonal, those of V the rows right of it, and the diagonal
+    has the signs, as in ``LinearSVD``.
     """
 
     def __init__(self, weight: Tensor, spectrum: Spectrum | None) -> None:
-        super().__init__(weight, 2)
+        super().__init__(weight)
         self.spectrum = spectrum_or_free(spectrum)
 
     def svd(self, reflectors: Tensor, sigma: Tensor) -> SVD:
         """W as its factors, differentiable."""
-        signs, sigma = in_dtype_of(sigma, self.signs), self.spectrum(sigma)
+        sigma = self.spectrum(sigma)
         if reflectors.ndim == 2:
-            return SVD.of_shared(reflectors, sigma, signs)
-        U_signs, V_signs = signs.unbind(-2)
-        return SVD(
-            Orthogonal(reflectors.mT, form="compact", signs=U_signs),
-            sigma,
-            Orthogonal(reflectors, form="compact", signs=V_signs),
-        )
+            return SVD.of_shared(reflectors, sigma)
+        U = Orthogonal(reflectors.mT, form="compact")
+        return SVD(U, sigma, Orthogonal(reflectors, form="compact", signs=diagonal_signs(reflectors, sigma.shape[-1])))
 
     def forward(self, reflectors: Tensor, sigma: Tensor) -> Tensor:
-        return self.svd(reflectors, sigma).dense()
+        if 0 in reflectors.shape:
+            return reflectors
+        svd = self.svd(reflectors, sigma)
+        if reflectors.ndim > 2:
+            svd.V.form = "signed"  # for the gradient of the diagonal
+        return svd.dense()
 
     @torch.no_grad()
     def right_inverse(self, W: Tensor) -> tuple[Tensor, Tensor]:
         """From any W: (*b, n, m), by its SVD: sigma ≥ 0 in descending order."""
         self._check(W)
-        if W.is_meta:
-            return torch.empty_like(W), self.signs[..., 0, :].clone()
+        if W.is_meta or 0 in W.shape:
+            return torch.empty_like(W), W.new_empty(*W.shape[:-2], min(W.shape[-2:]))
         svd = SVD.from_dense(W.to(torch.promote_types(W.dtype, torch.float32)), form="compact")
         sigma = self.spectrum.inverse(svd.sigma).to(W.dtype)
         signs = [Q.signs for Q in (svd.U, svd.V) if Q.signs is not None]
-        self.signs.copy_(torch.stack(signs, -2))
-        return joined(svd.U.V, svd.V.V).to(W.dtype).contiguous(), sigma
+        reflectors = with_diagonal(joined(svd.U.V, svd.V.V), torch.stack(signs).prod(0))
+        return reflectors.to(W.dtype), sigma
+
+    def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        signs = state_dict.pop(prefix + "0.signs", None)
+        if signs is not None:  # fasth 0.1
+            check_signs(prefix + "0.signs", signs)
+            put_signs(state_dict, prefix + "original0", signs.prod(-2))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, spectrum={self.spectrum}"
+
+
+def _register(module: nn.Module, name: str, weight: _Weight) -> None:
+    parametrize.register_parametrization(module, name, weight, unsafe=True)
+    held: Any = module.parametrizations[name]  # type: ignore[index]
+    if len(held) == 1:  # what others make of it first is not known
+        held.register_load_state_dict_pre_hook(_convert_state)
+
+
+def _convert_state(
+    held: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    try:
+        held[0].convert_state(state_dict, prefix)
+    except (ValueError, RuntimeError) as error:
+        error_msgs.append(f"{error}.")
+
+
+@torch.no_grad()
+def _by_torch(original: Tensor, base: Tensor, orthogonal_map: str | None) -> Tensor:
+    """The weight that torch's own parametrization makes of its tensors."""
+    twin = nn.ParameterDict({"weight": torch.zeros_like(original)})
+    twin["weight"][..., :, :] = torch.eye(*original.shape[-2:])
+    parametrizations.orthogonal(twin, "weight", orthogonal_map)
+    state = {"parametrizations.weight.original": original, "parametrizations.weight.0.base": base}
+    twin.load_state_dict(state)
+    weight: Any = twin.weight
+    return weight
 
 
 def _matrices(module: nn.Module, name: str) -> Tensor:

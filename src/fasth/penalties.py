@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fasth.operators.matrix import computing_dtype
-from fasth.watch import weights_of
+from fasth.spectra import weights_of
 
 __all__ = ["nuclear_norm"]
 

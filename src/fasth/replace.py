@@ -49,8 +49,8 @@ class Plan:
             if reason is not None:
                 self.reasons[module] = reason
         for parent in self.names:
-            for child in parent._modules.values() if type(parent).__name__ == "OptimizedModule" else ():
-                if child is not None and self.reasons.get(child) == "":
+            for child in parent.children() if type(parent).__name__ == "OptimizedModule" else ():
+                if self.reasons.get(child) == "":
                     self.reasons[child] = "it was compiled as it is: convert before torch.compile"
         self.possible = [module for module, reason in self.reasons.items() if not reason]
         for module in self.possible:
@@ -77,10 +77,10 @@ class Plan:
                 made[module] = new.train(module.training)
             after = None if new is None else type(new).__name__
             conversions.append(Conversion(self.names[module], type(module).__name__, after, reason))
-        for parent in list(self.model.modules()):
-            for name, child in parent._modules.items():
-                if child in made:
-                    parent._modules[name] = made[child]
+        for path, module in list(self.model.named_modules(remove_duplicate=False)):
+            if module in made and path:
+                where, _, name = path.rpartition(".")
+                setattr(self.model.get_submodule(where), name, made[module])
         self.model = made.get(self.model, self.model)
         return conversions
 
@@ -111,7 +111,12 @@ class Plan:
 
 def factors(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a layer's matrix is, or is made of: those that a conversion makes anew."""
-    return [p for name, p in module._parameters.items() if _is_factor(name) and p is not None]
+    return [p for name, p in parameters_of(module) if _is_factor(name)]
+
+
+def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Its own, by name; one with two names comes twice."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _is_factor(name: str) -> bool:
@@ -131,7 +136,7 @@ def _same_factors(a: nn.Module, b: nn.Module) -> bool:
 
 def _carry_over(module: nn.Module, new: nn.Module) -> None:
     """The parameters that are no factors. Of two layers in sequence the second has the bias."""
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameters_of(module):
         if not _is_factor(name):
             setattr(new[-1] if isinstance(new, nn.Sequential) else new, name, parameter)
 
@@ -150,6 +155,5 @@ def _named_modules(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterat
         return
     seen.add(module)
     yield name, module
-    for child_name, child in () if is_parametrized(module) else module._modules.items():
-        if child is not None:
-            yield from _named_modules(child, f"{name}.{child_name}" if name else child_name, seen)
+    for child_name, child in () if is_parametrized(module) else module.named_children():
+        yield from _named_modules(child, f"{name}.{child_name}" if name else child_name, seen)

@@ -29,6 +29,10 @@ class Spectrum(ABC):
     def inverse(self, sigma: Tensor) -> Tensor:
         """A raw with s(raw) = sigma to rounding where the map reaches sigma, and close to it where it does not."""
 
+    def start(self, sigma: Tensor) -> Tensor:
+        """The raw of a new layer: ``inverse``, or a point close to it where the map is differentiable."""
+        return self.inverse(sigma)
+
 
 def free() -> Spectrum:
     """sigma = raw."""
@@ -61,7 +65,11 @@ def around(center: float, eps: float) -> Spectrum:
 
 
 def normalized() -> Spectrum:
-    """sigma = raw / max|raw|, over the last dimension: the largest is exactly ±1. All zeros stay zeros."""
+    """sigma = raw / max|raw|, over the last dimension: the largest is exactly ±1. All zeros stay zeros.
+
+    Where several are the largest the map has a kink, at which a loss that treats them alike has no gradient: so one
+    singular value of a new layer is 1, and the others are at most 0.99.
+    """
     return _Normalized()
 
 
@@ -156,6 +164,9 @@ class _Around(_Between):
         return f"around({self.center}, {self.eps})"
 
 
+_BELOW_THE_LARGEST = 0.99  # far enough that the first steps of training do not cross the kink
+
+
 @dataclass(frozen=True)
 class _Normalized(Spectrum):
     def __call__(self, raw: Tensor) -> Tensor:
@@ -169,6 +180,11 @@ class _Normalized(Spectrum):
 
     def inverse(self, sigma: Tensor) -> Tensor:
         return self(sigma)
+
+    def start(self, sigma: Tensor) -> Tensor:
+        raw = self(sigma)
+        first = raw.abs().argmax(-1, keepdim=True)
+        return raw.clamp(-_BELOW_THE_LARGEST, _BELOW_THE_LARGEST).scatter(-1, first, raw.gather(-1, first))
 
     def __repr__(self) -> str:
         return "normalized()"

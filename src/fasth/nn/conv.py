@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import at_least_one, in_dtype_of
-from fasth.nn.factors import DEFAULT_INIT, SVDFactors, factors_of
-from fasth.reflections import svd_thin
+from fasth.functional import check_tensor, svd_thin
+from fasth.nn.factored import Factors, at_least_one
+from fasth.nn.factors import DEFAULT_INIT, SVDFactors
 
 Self = TypeVar("Self", bound="_ConvSVD")
 
@@ -54,11 +54,14 @@ class _ConvSVD(SVDFactors):
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.dilation = twin.kernel_size, twin.stride, twin.dilation
         self.padding, self.padding_mode = twin.padding, padding_mode
-        self._padding_before = twin._reversed_padding_repeated_twice
         self._fan_in = in_channels * math.prod(self.kernel_size)
         self._add_factors(out_channels, self._fan_in, rank, reflectors, spectrum, init, device, dtype)
         self._add_bias(bias, out_channels, device, dtype)
+        self._add_layout(device)
         self.reset_parameters()
+
+    def _add_layout(self, device: Any) -> None:
+        """A place for the memory format of the kernel, where there are several."""
 
     def reset_parameters(self) -> None:
         """U, V and σ as ``init`` says, the bias as in the dense convolution."""
@@ -66,36 +69,51 @@ class _ConvSVD(SVDFactors):
         self._reset_bias(self._fan_in)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
+        check_tensor("x", x)
         padding: Any = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._padding_before, mode=self.padding_mode), 0
-        if self._thin:
-            A, B = self._two_kernels()
-            return self._convolve(self._convolve(x, A, None, self.stride, padding, self.dilation), B, bias)
-        weight = self._kept_weight()
-        weight = self.weight if weight is None else weight
-        return self._convolve(x, weight, bias, self.stride, padding, self.dilation)
+            x, padding = F.pad(x, self._padding_on_all_sides(), mode=self.padding_mode), 0
+        cached = self._cached_weight()
+        kernel = self._form() if cached is None else cached
+        if self._is_thin:
+            A, B = kernel
+            return self._convolve(self._convolve(x, A, None, self.stride, padding, self.dilation), B, self.bias)
+        return self._convolve(x, kernel, self.bias, self.stride, padding, self.dilation)
 
-    def _two_kernels(self) -> tuple[Tensor, Tensor]:
-        """Of rank r: A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions in sequence are this one."""
-        U, sigma, V = factors_of(self)
-        A, B = svd_thin(U, sigma, V, signs=in_dtype_of(sigma, self.signs), form=self.form)
-        one = [1 for _ in self.kernel_size]
-        return A.reshape(-1, self.in_channels, *self.kernel_size), B.reshape(self.out_channels, -1, *one)
+    def _padding_on_all_sides(self) -> list[int]:
+        """As ``F.pad`` takes it: the last dimension first, before and after. Of "same" the odd one comes after."""
+        sides = []
+        for i in reversed(range(len(self.kernel_size))):
+            if isinstance(self.padding, str):
+                both = self.dilation[i] * (self.kernel_size[i] - 1) if self.padding == "same" else 0
+                sides += [both // 2, both - both // 2]
+            else:
+                sides += [int(self.padding[i])] * 2
+        return sides
 
     @property
     def weight(self) -> Tensor:
         """The kernel: (out, in, *kernel_size), dense and differentiable. To change it, use ``set_weight_``."""
+        cached = None if self._is_thin else self._cached_weight()
+        return self._kernel() if cached is None else cached
+
+    def _kernel(self) -> Tensor:
         return self._matrix().reshape(self._kernel_shape())
+
+    def _form(self) -> Any:
+        """The kernel, or, of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions are its own."""
+        if not self._is_thin:
+            return self._kernel().contiguous()
+        A, B = svd_thin(*self._factors(), form=self._functional_form)
+        one = [1 for _ in self.kernel_size]
+        return A.reshape(-1, self.in_channels, *self.kernel_size), B.reshape(self.out_channels, -1, *one)
 
     def set_weight_(self: Self, weight: Tensor) -> Self:
         """Makes ``weight``: (out, in, *kernel_size) the kernel, to rounding, as ``LinearSVD.set_weight_`` does."""
-        self._set_matrix(self._matching(weight, self._kernel_shape()).flatten(1))
-        return self
+        return super().set_weight_(weight)
 
-    def _weight_shape(self) -> tuple[int, ...]:
-        return self._kernel_shape()
+    def _decompose(self, weight: Tensor) -> Factors:
+        return self._decompose_matrix(self._matching(weight, self._kernel_shape()).flatten(1))
 
     def _kernel_shape(self) -> tuple[int, ...]:
         return (self.out_channels, self.in_channels, *self.kernel_size)
@@ -137,7 +155,7 @@ class _ConvSVD(SVDFactors):
         if self.padding_mode != "zeros":
             options.append(f"padding_mode={self.padding_mode!r}")
         options += [f"bias={self.bias is not None}", f"reflectors={self.form!r}", f"spectrum={self.spectrum}"]
-        if self._thin:
+        if self._is_thin:
             options.append(f"rank={self.rank}")
         return f"{self.in_channels}, {self.out_channels}, {', '.join(options)}"
 
@@ -146,8 +164,8 @@ class Conv2dSVD(_ConvSVD):
     """``nn.Conv2d`` whose kernel, as the matrix W: (out, in·kh·kw), is held as W = U diag(σ) Vᵀ.
 
     ``nn.Conv2d``'s signature and shapes, with ``groups`` = 1; ``reflectors``, ``spectrum``, ``init`` and ``rank`` as in
-    ``LinearSVD``. W is formed once a call, and in eval mode without gradients kept between calls, as there. Of rank
-    r < min(out, in·kh·kw) it is never formed: two convolutions do the work, kh × kw to r channels, then 1×1 to ``out``.
+    ``LinearSVD``. W is formed once a call, or once within ``fasth.cached()``. Of rank r < min(out, in·kh·kw) it is
+    never formed: two convolutions do the work, kh × kw to r channels, then 1×1 to ``out``.
 
     Which matrix this is: the one that takes a patch of the input, all channels of kh × kw pixels flattened as
     ``F.unfold`` does, to the output's channels at one position. For 1×1 kernels it is the whole layer, position by
@@ -159,6 +177,23 @@ class Conv2dSVD(_ConvSVD):
 
     _dense = nn.Conv2d
     _convolve = staticmethod(F.conv2d)
+    _layout: Tensor
+
+    def _add_layout(self, device: Any) -> None:
+        # model.to(memory_format=torch.channels_last) changes tensors of four dimensions, which no parameter here has.
+        self.register_buffer("_layout", torch.zeros(2, 2, 2, 2, dtype=torch.bool, device=device), persistent=False)
+
+    def _kernel(self) -> Tensor:
+        return super()._kernel().contiguous(memory_format=self._memory_format())
+
+    def _form(self) -> Any:
+        if not self._is_thin:
+            return self._kernel()
+        return tuple(t.contiguous(memory_format=self._memory_format()) for t in super()._form())
+
+    def _memory_format(self) -> torch.memory_format:
+        last = self._layout.stride(1) == 1  # vmap cannot answer is_contiguous for other formats
+        return torch.channels_last if last else torch.contiguous_format
 
     def logabsdet(self, height: int, width: int) -> Tensor:
         """log |det| of the layer as a map of one height × width image: height · width · Σ log |σ|, a scalar.

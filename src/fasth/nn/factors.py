@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import Factored, in_dtype_of, one_of
+from fasth.functional import svd_dense
+from fasth.nn.factored import Factored, Factors, check_dtype, one_of, relative_change
 from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact, in_form
-from fasth.reflections import svd_dense
+from fasth.reflections.autograd import diagonal_signs, signs_of
 from fasth.reflections.blocked import expand_compact
 
 REFLECTORS = ("compact", "full")
@@ -26,14 +27,15 @@ class SVDFactors(Factored):
     """A module whose weight, as an (n, m) matrix, is W = U diag(σ) Vᵀ with k singular values, by default min(n, m).
 
     ``sigma``: (k,), a parameter, and σ = spectrum(sigma).
-    ``signs``: (2, k), a buffer of ±1: the signs of the columns of U and of V, which reflections leave open.
-    The reflectors of U and V:
+    The reflectors of U and V, and the signs of their columns, which reflections leave open:
         compact: one parameter ``reflectors``: (n, m). Below its diagonal stand U's, as columns, right of it V's, as
-            rows, each with a 1 on the diagonal that is not stored; the diagonal itself is not used.
-        full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row.
+            rows, each with a 1 on the diagonal that is not stored. What is stored there is the sign of column i, that
+            of U times that of V, as the sign of the entry; it gets no gradient.
+        full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row, and ``signs``: (2, k), ±1, of U's and
+            of V's columns. That is a parameter that is not trained.
         of rank k < min(n, m): two parameters, (k, n) and (k, m), one reflector a row: ``U`` and ``V`` if they are full,
-            ``reflectors_U`` and ``reflectors_V`` if compact. These have a 1 in column i of row i that is not stored;
-            that entry and those left of it are not used.
+            ``reflectors_U`` and ``reflectors_V`` if compact. Entry i of row i has the sign of column i, and those left
+            of it are not used.
     """
 
     reflectors: nn.Parameter
@@ -42,7 +44,8 @@ class SVDFactors(Factored):
     U: nn.Parameter
     V: nn.Parameter
     sigma: nn.Parameter
-    signs: Tensor
+    signs: nn.Parameter
+    _is_thin: bool
 
     def _add_factors(
         self,
@@ -55,21 +58,25 @@ class SVDFactors(Factored):
         device: Any,
         dtype: Any,
     ) -> None:
+        check_dtype(dtype)
         self.form, self.init = one_of("reflectors", form, REFLECTORS), one_of("init", init, SVD_INITS)
         self.spectrum = spectrum_or_free(spectrum)
         k = min(n, m) if rank is None else rank
         if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= min(n, m):
             raise ValueError(f"`rank` should be an int from 1 to {min(n, m)} for a weight of {n}×{m}; got {rank!r}")
-        self._matrix_shape, self._thin = (n, m), k < min(n, m)
-        if self._thin:
+        self._matrix_shape, self._is_thin = (n, m), k < min(n, m)
+        if self._is_thin:
             U, V = _thin_names(form)
-            shapes = {U: (k, n), V: (k, m)}
+            shapes: dict[str, tuple[int, ...]] = {U: (k, n), V: (k, m)}
         else:
             shapes = {"reflectors": (n, m)} if form == "compact" else {"U": (n, n), "V": (m, m)}
-        for name, shape in (*shapes.items(), ("sigma", (k,))):
+        shapes["sigma"] = (k,)
+        for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.register_buffer("signs", torch.empty(2, k, device=device, dtype=dtype))
-        self._made_of = (*shapes, "sigma", "signs")
+        self._factor_names = tuple(shapes)
+        if form == "full":
+            self.signs = nn.Parameter(torch.empty(2, k, device=device, dtype=dtype), requires_grad=False)
+            self._factor_names += ("signs",)
 
     @property
     def rank(self) -> int:
@@ -79,17 +86,32 @@ class SVDFactors(Factored):
     @property
     def svd(self) -> SVD:
         """W = U Σ Vᵀ as its factors, differentiable."""
-        U, sigma, V = factors_of(self)
-        signs = in_dtype_of(sigma, self.signs)
-        if V is None:
-            return SVD.of_shared(U, sigma, signs)
-        U_signs, V_signs = signs.unbind()
+        sigma, k = self.spectrum(self.sigma), self.rank
+        if self.form == "full":
+            U, V, (U_signs, V_signs) = self.U, self.V, signs_of(self.signs).to(sigma.dtype)
+        elif self._is_thin:
+            U, V = self.reflectors_U, self.reflectors_V
+            U_signs, V_signs = diagonal_signs(U, k), diagonal_signs(V, k)
+        else:
+            return SVD.of_shared(self.reflectors, sigma)
         return SVD(Orthogonal(U, form=self.form, signs=U_signs), sigma, Orthogonal(V, form=self.form, signs=V_signs))
+
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
+        sigma = self.spectrum(self.sigma)
+        if self.form == "full":
+            return self.U, sigma * signs_of(self.signs).prod(0).to(sigma.dtype), self.V
+        if self._is_thin:
+            return self.reflectors_U, sigma, self.reflectors_V
+        return self.reflectors, sigma, None
+
+    @property
+    def _functional_form(self) -> str:
+        return "full" if self.form == "full" else "signed"
 
     def _matrix(self) -> Tensor:
         """W: (n, m)."""
-        U, sigma, V = factors_of(self)
-        return svd_dense(U, sigma, V, signs=in_dtype_of(sigma, self.signs), form=self.form)
+        return svd_dense(*self._factors(), form=self._functional_form)
 
     def _reset_factors(self) -> None:
         if self.sigma.is_meta:
@@ -101,40 +123,44 @@ class SVDFactors(Factored):
             U, V, signs = (torch.zeros(shape, **options) for shape in ((k, n), (k, m), (2, k)))
             signs = signs - 1
         else:
-            square = self.form == "full" and not self._thin
+            square = self.form == "full" and not self._is_thin
             U, U_signs = haar_compact(n if square else k, n, **options)
             V, V_signs = haar_compact(m if square else k, m, **options)
             signs = torch.stack((U_signs[:k], V_signs[:k]))
         if self.init == "linear":
             sigma = singular_values_of_linear(n, m)[:k].to(**options)
-        self._set_factors(U, sigma, V, signs)
+        self._write(**self._as_parameters(U, sigma, V, signs) | {"sigma": self.spectrum.start(sigma)})
 
-    def _set_matrix(self, W: Tensor) -> None:
+    def _decompose_matrix(self, W: Tensor) -> Factors:
         svd, k = SVD.from_dense(W, form="compact"), self.rank
         signs: Any = svd.U.signs, svd.V.signs
         # The first k columns of U are those of its first k reflections: the others leave them alone.
-        self._set_factors(svd.U.V[:k], svd.sigma[:k], svd.V.V[:k], torch.stack(signs)[:, :k])
+        tensors = self._as_parameters(svd.U.V[:k], svd.sigma[:k], svd.V.V[:k], torch.stack(signs)[:, :k])
+        sigma = self.spectrum(tensors["sigma"])
+        return Factors(tensors, relative_change(svd.sigma, F.pad(sigma, (0, len(svd.sigma) - k))))
 
-    def _set_factors(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> None:
-        """From compact reflectors, U: (·, n) and V: (·, m)."""
-        if self._thin:
-            reflectors = in_form(U, self.form), in_form(V, self.form)
-            self._write(**dict(zip(_thin_names(self.form), reflectors, strict=True)))
-        elif self.form == "compact":
-            self._write(reflectors=joined(U, V))
-        else:
-            self._write(U=expanded(U), V=expanded(V))
-        self._write(sigma=self.spectrum.inverse(sigma), signs=signs)
+    def _as_parameters(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> dict[str, Tensor]:
+        """From compact reflectors, U: (·, n) and V: (·, m), and the signs of their first columns: (2, k)."""
+        tensors = {"sigma": self.spectrum.inverse(sigma)}
+        if self.form == "compact":
+            if not self._is_thin:
+                return tensors | {"reflectors": with_diagonal(joined(U, V), signs.prod(0))}
+            U, V = with_diagonal(U, signs[0]), with_diagonal(V, signs[1])
+            return tensors | dict(zip(_thin_names(self.form), (U, V), strict=True))
+        U, V = (in_form(U, "full"), in_form(V, "full")) if self._is_thin else (expanded(U), expanded(V))
+        return tensors | {"U": U, "V": V, "signs": signs}
 
-
-def factors_of(layer: SVDFactors) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
-    sigma = layer.spectrum(layer.sigma)
-    if layer.form == "full":
-        return layer.U, sigma, layer.V
-    if layer._thin:
-        return layer.reflectors_U, sigma, layer.reflectors_V
-    return layer.reflectors, sigma, None
+    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
+        signs = state_dict.get(prefix + "signs")
+        if signs is None:
+            return
+        check_signs(prefix + "signs", signs)
+        if self.form == "full":
+            return
+        del state_dict[prefix + "signs"]
+        names, parts = (_thin_names(self.form), signs) if self._is_thin else (("reflectors",), signs.prod(0, True))
+        for name, part in zip(names, parts, strict=True):
+            put_signs(state_dict, prefix + name, part)
 
 
 def _thin_names(form: str) -> tuple[str, str]:
@@ -150,20 +176,39 @@ def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:
     return spectrum
 
 
-def of_orthogonal(Q: Tensor, signs: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """W = Q diag(signs) I, or I diag(signs) Qᵀ if ``wide``, as ``svd_linear`` takes it.  Q: (k, d), its reflectors.
+def one_side(Q: Tensor, sigma: Tensor | None, wide: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """W = Q diag(sigma) I, or I diag(sigma) Qᵀ if ``wide``, as ``svd_linear`` takes it.  Q: (k, d), its reflectors.
 
     The identity is the product of no reflections.
     """
     identity = Q.new_empty(0, min(Q.shape))
-    signs = in_dtype_of(Q, signs)
-    return (identity, signs, Q) if wide else (Q, signs, identity)
+    return (identity, sigma, Q) if wide else (Q, sigma, identity)
 
 
 def joined(U: Tensor, V: Tensor) -> Tensor:
     """Compact reflectors U: (*, k, n) and V: (*, k, m) in one matrix: (*, n, m), U's as columns below the diagonal."""
     (k, n), m = U.shape[-2:], V.shape[-1]
     return F.pad(U.mT, (0, m - k)) + F.pad(V, (0, 0, 0, n - k))
+
+
+def with_diagonal(reflectors: Tensor, signs: Tensor) -> Tensor:
+    """Compact reflectors (*, n, m), as they are made, with signs (*, k) on the diagonal."""
+    reflectors = reflectors.clone(memory_format=torch.contiguous_format)
+    reflectors.diagonal(dim1=-2, dim2=-1)[..., : signs.shape[-1]] = signs
+    return reflectors
+
+
+def check_signs(name: str, signs: Tensor) -> None:
+    """Of a checkpoint, where they may be anything. An average of equal signs is that sign only to rounding."""
+    if not signs.is_meta and not ((signs.abs() - 1).abs() < 0.01).all():
+        raise ValueError(f'"{name}" should be 1 or -1; got values from {signs.min().item()} to {signs.max().item()}')
+
+
+def put_signs(state_dict: dict[str, Any], name: str, signs: Tensor) -> None:
+    """Those of a checkpoint of fasth 0.1 onto the diagonal of its reflectors, where they have been since."""
+    reflectors = state_dict.get(name)
+    if isinstance(reflectors, Tensor) and reflectors.ndim >= 2 and signs.shape[-1] <= min(reflectors.shape[-2:]):
+        state_dict[name] = with_diagonal(reflectors.detach(), signs)
 
 
 def expanded(V: Tensor) -> Tensor:

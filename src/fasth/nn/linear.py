@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, is_grad_enabled, nn
-from torch.compiler import is_compiling
+from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.nn import kept
-from fasth.nn.factored import Factored, at_least_one, in_dtype_of, made_of_in_graph, one_of
+from fasth.functional import autocast_enabled, check_rows, check_tensor, svd_dense, svd_linear, svd_thin
+from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of, relative_change
 from fasth.nn.factors import (
     DEFAULT_INIT,
     INITS,
     REFLECTORS,
     SVDFactors,
+    check_signs,
     expanded,
-    factors_of,
-    of_orthogonal,
+    one_side,
+    put_signs,
     spectrum_or_free,
+    with_diagonal,
 )
-from fasth.nn.kept import linear as kept_linear
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
-from fasth.reflections import autocast_on, svd_dense, svd_linear
+from fasth.reflections.autograd import diagonal_signs, signs_of
 
 Self = TypeVar("Self", bound="_Linear")
 
@@ -43,21 +43,18 @@ class _Linear(Factored):
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_compiling():
-            return self._forward_in_graph(x)
-        weight = self._kept_weight()
+        check_tensor("x", x)
+        if x.is_nested:
+            return _of_nested(self.forward, x)
+        weight = self._cached_weight()
         if weight is None:
             return _as_autocast(self._multiply(x))
-        return F.linear(x, weight, self._parameters["bias"] if "bias" in self._parameters else self.bias)
+        check_rows(x, self.out_features, self.in_features)
+        return self._multiply_by(weight, x)
 
-    def _forward_in_graph(self, x: Tensor) -> Tensor:
-        made_of = None if is_grad_enabled() else made_of_in_graph(self)
-        if made_of is None or x.dtype != made_of[0].dtype:
-            return _as_autocast(self._multiply(x))
-        return kept_linear(x, made_of, self.bias, self._number, self.out_features)
-
-    def _for_graphs(self, weight: Tensor, made_of: Sequence[tuple[Tensor, int, int]]) -> Any:
-        return kept.packed(weight, self._number, made_of)
+    def _multiply_by(self, weight: Tensor, x: Tensor) -> Tensor:
+        """x Wᵀ + bias with the cached weight."""
+        return F.linear(x, weight, self.bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias from the factors."""
@@ -73,6 +70,7 @@ class _Linear(Factored):
         About the cost of the forward pass. A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
         """
         self._check_square("inverse")
+        check_tensor("y", y)
         if y.ndim < 1 or y.shape[-1] != self.out_features:
             raise ValueError(f"`y` should have last dimension {self.out_features}; got shape {tuple(y.shape)}")
         y = y if self.bias is None else y - self.bias
@@ -139,10 +137,9 @@ class LinearSVD(_Linear, SVDFactors):
             optimizer's state are r·(in + out), and W is never formed.
 
     Few rows are multiplied by the reflections, twice the operations of ``nn.Linear``, four times if they are full; for
-    many W is formed first. In eval mode without gradients the dense W is kept until a parameter changes, so that only
-    F.linear is left to do; ``Factored`` says how a change is noticed. Of rank r < min(in, out), a row takes
-    4·r·(in + out) operations by the reflections and half of that by r columns of U and V, which are formed for many
-    rows, but not under ``torch.compile``.
+    many W is formed first. Within ``fasth.cached()`` W is formed once, and a call costs what ``nn.Linear``'s does. Of
+    rank r < min(in, out), a row takes 4·r·(in + out) operations by the reflections and half of that by r columns of U
+    and V, which are formed for many rows, and within ``fasth.cached()``.
     """
 
     def __init__(
@@ -170,13 +167,25 @@ class LinearSVD(_Linear, SVDFactors):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        U, sigma, V = factors_of(self)
-        return svd_linear(x, U, sigma, V, self.bias, signs=in_dtype_of(sigma, self.signs), form=self.form)
+        U, sigma, V = self._factors()
+        return svd_linear(x, U, sigma, V, self.bias, form=self._functional_form)
 
     @property
     def weight(self) -> Tensor:
         """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        return self._matrix()
+        cached = None if self._is_thin else self._cached_weight()
+        return self._matrix() if cached is None else cached
+
+    def _form(self) -> Any:
+        if self._is_thin:
+            return svd_thin(*self._factors(), form=self._functional_form)
+        return self._matrix().contiguous()
+
+    def _multiply_by(self, weight: Any, x: Tensor) -> Tensor:
+        if self._is_thin:
+            A, B = weight
+            return F.linear(F.linear(x, A), B, self.bias)
+        return F.linear(x, weight, self.bias)
 
     def set_weight_(self, weight: Tensor) -> LinearSVD:
         """Makes W = ``weight``: (out, in), to rounding, with σ ≥ 0 in descending order.
@@ -184,8 +193,10 @@ class LinearSVD(_Linear, SVDFactors):
         A layer of lower rank gets the nearest matrix of its rank: ``weight`` with its largest singular values alone.
         Singular values that the spectrum does not have are replaced by the nearest ones that it has. Costs an SVD.
         """
-        self._set_matrix(self._matching(weight, (self.out_features, self.in_features)))
-        return self
+        return super().set_weight_(weight)
+
+    def _decompose(self, weight: Tensor) -> Factors:
+        return self._decompose_matrix(self._matching(weight, (self.out_features, self.in_features)))
 
     def _inverse(self) -> SVD:
         return self.svd.inverse()
@@ -196,7 +207,7 @@ class LinearSVD(_Linear, SVDFactors):
         return self.svd.logabsdet()
 
     def extra_repr(self) -> str:
-        rank = f", rank={self.rank}" if self._thin else ""
+        rank = f", rank={self.rank}" if self._is_thin else ""
         return f"{super().extra_repr()}, spectrum={self.spectrum}{rank}"
 
 
@@ -225,11 +236,12 @@ class LinearSymmetric(_Linear):
     ) -> None:
         super().__init__()
         self._add_features(features, features)
+        check_dtype(dtype)
         self.form, self.init = one_of("reflectors", reflectors, REFLECTORS), one_of("init", init, INITS)
         self.spectrum = spectrum_or_free(spectrum)
         self.reflectors = nn.Parameter(torch.empty(features, features, device=device, dtype=dtype))
         self.sigma = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
-        self._made_of = ("reflectors", "sigma")
+        self._factor_names = ("reflectors", "sigma")
         self._add_bias(bias, features, device, dtype)
         self.reset_parameters()
 
@@ -237,12 +249,13 @@ class LinearSymmetric(_Linear):
         """U uniformly distributed up to signs, or the identity; λ = 1; the bias as in ``nn.Linear``."""
         if not self.sigma.is_meta:
             U, signs = _initial(self.reflectors, self.init)
-            self._set_factors(U, torch.ones_like(signs))
+            sigma = torch.ones_like(signs)
+            self._write(**self._as_parameters(U, sigma) | {"sigma": self.spectrum.start(sigma)})
         self._reset_bias(self.in_features)
 
-    def _set_factors(self, U: Tensor, sigma: Tensor) -> None:
+    def _as_parameters(self, U: Tensor, sigma: Tensor) -> dict[str, Tensor]:
         U = U if self.form == "compact" else expanded(U)
-        self._write(reflectors=U, sigma=self.spectrum.inverse(sigma))
+        return {"reflectors": U, "sigma": self.spectrum.inverse(sigma)}
 
     def _multiply(self, x: Tensor) -> Tensor:
         sigma = self.spectrum(self.sigma)
@@ -256,13 +269,20 @@ class LinearSymmetric(_Linear):
     @property
     def weight(self) -> Tensor:
         """W: (features, features), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        return self.eig.dense()
+        cached = self._cached_weight()
+        return self.eig.dense() if cached is None else cached
+
+    def _form(self) -> Tensor:
+        return self.eig.dense().contiguous()
 
     def set_weight_(self, weight: Tensor) -> LinearSymmetric:
         """Makes W = ``weight``, symmetric, to rounding; eigenvalues outside the spectrum as in ``LinearSVD``."""
+        return super().set_weight_(weight)
+
+    def _decompose(self, weight: Tensor) -> Factors:
         eig = Symmetric.from_dense(self._matching(weight, (self.out_features, self.in_features)), form="compact")
-        self._set_factors(eig.U.V, eig.sigma)
-        return self
+        tensors = self._as_parameters(eig.U.V, eig.sigma)
+        return Factors(tensors, relative_change(eig.sigma, self.spectrum(tensors["sigma"])))
 
     def _inverse(self) -> SVD:
         return self.eig.inverse()
@@ -289,12 +309,13 @@ class LinearOrthogonal(_Linear):
     """x Wᵀ + bias where W has orthonormal columns (out ≥ in), rows (out ≤ in), or both.  x: (*, in) → (*, out).
 
     W, or Wᵀ where out < in, is the first k = min(in, out) columns of H₁⋯H_k diag(signs), with reflections of
-    d = max(in, out) dimensions. ``reflectors``: (k, d), a parameter, one a row: as many as ``nn.Linear`` has.
-    ``signs``: (k,), a buffer of ±1. ``reflectors`` and ``init`` are those of ``LinearSVD``.
+    d = max(in, out) dimensions. ``reflectors``: (k, d), a parameter, one a row: as many numbers as ``nn.Linear`` has.
+    Compact ones have the signs on the diagonal, full ones in ``signs``: (k,), a parameter that is not trained.
+    ``reflectors`` and ``init`` are those of ``LinearSVD``.
     """
 
     reflectors: nn.Parameter
-    signs: Tensor
+    signs: nn.Parameter
 
     def __init__(
         self,
@@ -309,51 +330,76 @@ class LinearOrthogonal(_Linear):
     ) -> None:
         super().__init__()
         self._add_features(in_features, out_features)
+        check_dtype(dtype)
         self.form, self.init = one_of("reflectors", reflectors, REFLECTORS), one_of("init", init, INITS)
         k, d = sorted((in_features, out_features))
         self.reflectors = nn.Parameter(torch.empty(k, d, device=device, dtype=dtype))
-        self.register_buffer("signs", torch.empty(k, device=device, dtype=dtype))
-        self._made_of = ("reflectors", "signs")
+        self._factor_names = ("reflectors",)
+        if self.form == "full":
+            self.signs = nn.Parameter(torch.empty(k, device=device, dtype=dtype), requires_grad=False)
+            self._factor_names += ("signs",)
         self._add_bias(bias, out_features, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """W uniformly distributed, or the identity as far as its shape has it; the bias as in ``nn.Linear``."""
         if not self.reflectors.is_meta:
-            self._set_factors(*_initial(self.reflectors, self.init))
+            self._write(**self._as_parameters(*_initial(self.reflectors, self.init)))
         self._reset_bias(self.in_features)
 
-    def _set_factors(self, V: Tensor, signs: Tensor) -> None:
-        self._write(reflectors=V if self.form == "compact" else expanded(V)[: len(V)], signs=signs)
+    def _as_parameters(self, V: Tensor, signs: Tensor) -> dict[str, Tensor]:
+        if self.form == "compact":
+            return {"reflectors": with_diagonal(V, signs)}
+        return {"reflectors": expanded(V)[: len(V)], "signs": signs}
 
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return of_orthogonal(self.reflectors, self.signs, self.out_features < self.in_features)
+    def _factors(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        signs = signs_of(self.signs).to(self.reflectors.dtype) if self.form == "full" else None
+        return one_side(self.reflectors, signs, self.out_features < self.in_features)
+
+    @property
+    def _functional_form(self) -> str:
+        return "full" if self.form == "full" else "signed"
 
     def _multiply(self, x: Tensor) -> Tensor:
         U, signs, V = self._factors()
-        return svd_linear(x, U, signs, V, self.bias, form=self.form)
+        return svd_linear(x, U, signs, V, self.bias, form=self._functional_form)
 
     @property
     def orthogonal(self) -> Orthogonal:
         """The whole of H₁⋯H_k diag(signs): (d, d), of which W is the first columns, transposed where out < in."""
         V = self.reflectors
-        return Orthogonal(V, form=self.form, signs=in_dtype_of(V, self.signs))
+        signs = signs_of(self.signs).to(V.dtype) if self.form == "full" else diagonal_signs(V, len(V))
+        return Orthogonal(V, form=self.form, signs=signs)
 
     @property
     def weight(self) -> Tensor:
         """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        U, signs, V = self._factors()
-        return svd_dense(U, signs, V, form=self.form)
+        cached = self._cached_weight()
+        return svd_dense(*self._factors(), form=self._functional_form) if cached is None else cached
+
+    def _form(self) -> Tensor:
+        return svd_dense(*self._factors(), form=self._functional_form).contiguous()
 
     def set_weight_(self, weight: Tensor) -> LinearOrthogonal:
         """Makes W the matrix with orthonormal rows or columns that is nearest to ``weight``: (out, in).
 
         That is its polar factor: ``weight`` itself, to rounding, if it is orthogonal. Costs an SVD.
         """
-        U, _, Vh = torch.linalg.svd(self._matching(weight, (self.out_features, self.in_features)), full_matrices=False)
+        return super().set_weight_(weight)
+
+    def _decompose(self, weight: Tensor) -> Factors:
+        weight = self._matching(weight, (self.out_features, self.in_features))
+        U, sigma, Vh = torch.linalg.svd(weight, full_matrices=False)
         W = U @ Vh
-        self._set_factors(*compact_from_dense(W.mT if self.out_features < self.in_features else W))
-        return self
+        factors = compact_from_dense(W.mT if self.out_features < self.in_features else W)
+        return Factors(self._as_parameters(*factors), relative_change(sigma, torch.ones_like(sigma)))
+
+    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
+        signs = state_dict.get(prefix + "signs")
+        if signs is not None:
+            check_signs(prefix + "signs", signs)
+            if self.form == "compact":
+                put_signs(state_dict, prefix + "reflectors", state_dict.pop(prefix + "signs"))
 
     def _inverse(self) -> Orthogonal:
         return self.orthogonal.mT
@@ -375,7 +421,14 @@ def _initial(like: Tensor, init: str) -> tuple[Tensor, Tensor]:
 
 def _as_autocast(out: Tensor) -> Tensor:
     """``out`` in the dtype that autocast gives to F.linear's. The reflections are computed without it."""
-    device = out.device.type
-    if autocast_on(device) and out.dtype != torch.float64:
-        return out.to(torch.get_autocast_dtype(device))
+    if autocast_enabled(out) and out.dtype != torch.float64:
+        return out.to(torch.get_autocast_dtype(out.device.type))
     return out
+
+
+def _of_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``forward`` of all rows of a nested tensor, which has its own shape again after it."""
+    if x.layout is not torch.jagged:
+        raise TypeError(f"a nested `x` should have the layout torch.jagged; got {x.layout}")
+    offsets = x.offsets()  # type: ignore[attr-defined]  # missing in torch's types
+    return torch.nested.nested_tensor_from_jagged(forward(x.values()), offsets)

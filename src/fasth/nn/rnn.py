@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fasth import spectrum as spectra
-from fasth.nn.factored import Factored, in_dtype_of, one_of
-from fasth.nn.factors import INITS
+from fasth.functional import autocast_enabled, check_tensor
+from fasth.nn.factored import Factored, Factors, check_dtype, one_of
+from fasth.nn.factors import INITS, check_signs, put_signs
 from fasth.nn.linear import LinearSVD
 from fasth.operators import SVD
 
-FACTORS = ("reflectors", "sigma", "signs")
+FACTORS = ("reflectors", "sigma")
 OPTIONS = {
     "num_layers": 1,
     "nonlinearity": "tanh",
@@ -30,8 +31,8 @@ class RNNSVD(Factored):
     """h_t = tanh(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh) with W_hh = U diag(σ) Vᵀ held, and trained, as its SVD.
 
     ``nn.RNN``'s signature, shapes and parameters, except that each ``weight_hh_l{k}[_reverse]``: (hidden, hidden) is
-    made of the parameters ``reflectors_l{k}[_reverse]``: (hidden, hidden) and ``sigma_l{k}[_reverse]``: (hidden,) and
-    the buffer ``signs_l{k}[_reverse]``: (2, hidden), as ``LinearSVD`` says. It can be read as an attribute.
+    made of the parameters ``reflectors_l{k}[_reverse]``: (hidden, hidden) and ``sigma_l{k}[_reverse]``: (hidden,), as
+    ``LinearSVD`` says. It can be read as an attribute.
 
     What h_T owes to h_t is a product of T − t of these matrices (and slopes of tanh), so it explodes or vanishes with
     σ^(T − t). The spectrum keeps σ within 1 ± eps, exactly and at every step of training.
@@ -44,8 +45,7 @@ class RNNSVD(Factored):
             what the spectrum has nearest to it. All else is drawn as in ``nn.RNN``.
 
     The weights are formed once per call, each at the cost of about 2·hidden time steps of a single sequence, and handed
-    to the kernel that ``nn.RNN`` uses. In eval mode without gradients they are kept until a parameter changes:
-    ``Factored`` says when.
+    to the kernel that ``nn.RNN`` uses; within ``fasth.cached()`` they are formed once.
     """
 
     input_size: int
@@ -75,6 +75,7 @@ class RNNSVD(Factored):
         init: str = "haar",
     ) -> None:
         super().__init__()
+        check_dtype(dtype)
         # nn.RNN checks the arguments, and knows the names and shapes of its parameters.
         options = (num_layers, nonlinearity, bias, batch_first, dropout, bidirectional)
         dense = nn.RNN(input_size, hidden_size, *options, device="meta")
@@ -87,7 +88,7 @@ class RNNSVD(Factored):
                 self._add_factors(name.removeprefix("weight_hh_"), device, dtype)
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype)))
-        self._made_of = tuple(f"{factor}_{where}" for where in self._places() for factor in FACTORS)
+        self._factor_names = tuple(f"{factor}_{where}" for where in self._places() for factor in FACTORS)
         self.reset_parameters()
 
     def _places(self) -> list[str]:
@@ -99,7 +100,6 @@ class RNNSVD(Factored):
         h = self.hidden_size
         for name, shape in (("reflectors", (h, h)), ("sigma", (h,))):
             self.register_parameter(f"{name}_{where}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.register_buffer(f"signs_{where}", torch.empty(2, h, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """The hidden-to-hidden weights as ``init`` says, everything else as in ``nn.RNN``."""
@@ -119,8 +119,8 @@ class RNNSVD(Factored):
             getattr(self, f"{name}_{where}").requires_grad_(getattr(square, name).requires_grad)
 
     def _svd(self, where: str) -> SVD:
-        reflectors, sigma, signs = (getattr(self, f"{name}_{where}") for name in FACTORS)
-        return SVD.of_shared(reflectors, self.spectrum(sigma), in_dtype_of(sigma, signs))
+        reflectors, sigma = (getattr(self, f"{name}_{where}") for name in FACTORS)
+        return SVD.of_shared(reflectors, self.spectrum(sigma))
 
     @property
     def svds(self) -> dict[str, SVD]:
@@ -129,7 +129,8 @@ class RNNSVD(Factored):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("weight_hh_") and (where := name.removeprefix("weight_hh_")) in self._places():
-            return self._svd(where).dense()
+            cached = self._cached_weight()
+            return self._svd(where).dense() if cached is None else cached[self._places().index(where)]
         return super().__getattr__(name)
 
     @property
@@ -137,19 +138,18 @@ class RNNSVD(Factored):
         """All hidden-to-hidden weights: (num_layers·directions, hidden, hidden), in the order of the hidden states."""
         return torch.stack(self._hidden_weights())
 
-    def _weight_shape(self) -> tuple[int, ...]:
-        return (len(self._places()), self.hidden_size, self.hidden_size)
+    def _form(self) -> list[Tensor]:
+        # Contiguous, since every time step multiplies by them, and its gradient adds to theirs.
+        return [self._svd(where).dense().contiguous() for where in self._places()]
 
     def _hidden_weights(self) -> list[Tensor]:
-        # In rows, since every time step multiplies by them, and its gradient adds to theirs.
-        return [self._svd(where).dense().contiguous() for where in self._places()]
+        cached = self._cached_weight()
+        return self._form() if cached is None else cached
 
     def _weights(self) -> list[Tensor]:
         """As the kernel takes them: for each layer and direction W_ih, W_hh and, if any, b_ih and b_hh."""
-        kept = self._kept_weight()
-        hidden = self._hidden_weights() if kept is None else kept.unbind()
         weights = []
-        for where, W_hh in zip(self._places(), hidden, strict=True):
+        for where, W_hh in zip(self._places(), self._hidden_weights(), strict=True):
             biases = [getattr(self, f"{name}_{where}") for name in ("bias_ih", "bias_hh")] if self.bias else []
             weights += [getattr(self, f"weight_ih_{where}"), W_hh, *biases]
         return weights
@@ -179,6 +179,7 @@ class RNNSVD(Factored):
             output, hidden = kernel(data, batch_sizes, hx, self._weights(), *options)
             hidden = hidden if order_back is None else hidden.index_select(1, order_back)
             return PackedSequence(output, batch_sizes, order, order_back), hidden
+        check_tensor("input", input)
         if input.ndim not in (2, 3):
             raise ValueError(f"`input` should have two or three dimensions; got shape {tuple(input.shape)}")
         if hx is not None and hx.ndim != input.ndim:
@@ -197,7 +198,7 @@ class RNNSVD(Factored):
         if input.shape[-1] != self.input_size:
             raise ValueError(f"`input` should have last dimension {self.input_size}; got shape {tuple(input.shape)}")
         dtype = self.weight_ih_l0.dtype
-        if input.dtype != dtype and not torch._C._is_any_autocast_enabled():
+        if input.dtype != dtype and not autocast_enabled(input):
             raise ValueError(f"`input` should have the layer's dtype, {dtype}; got {input.dtype}")
         shape = (len(self._places()), batch, self.hidden_size)
         if hx is None:
@@ -208,13 +209,22 @@ class RNNSVD(Factored):
             )
         return hx
 
-    def _dense_weights(self) -> dict[str, tuple[str, ...]]:
+    def _dense_names(self) -> dict[str, tuple[str, ...]]:
         return {f"weight_hh_{where}": tuple(f"{name}_{where}" for name in FACTORS) for where in self._places()}
 
-    def _made_from(self, weight: Tensor, **like: Any) -> list[Tensor]:
+    def _decompose_named(self, name: str, weight: Tensor) -> Factors:
+        where, like = name.removeprefix("weight_hh_"), {"device": weight.device, "dtype": weight.dtype}
         h = self.hidden_size
-        square = nn.utils.skip_init(LinearSVD, h, h, False, **like, spectrum=self.spectrum).set_weight_(weight)
-        return [getattr(square, name).detach() for name in FACTORS]
+        square = nn.utils.skip_init(LinearSVD, h, h, False, **like, spectrum=self.spectrum)
+        found = square._decompose(weight)
+        return Factors({f"{factor}_{where}": t for factor, t in found.tensors.items()}, found.change)
+
+    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
+        for where in self._places():
+            signs = state_dict.pop(f"{prefix}signs_{where}", None)
+            if signs is not None:
+                check_signs(f"{prefix}signs_{where}", signs)
+                put_signs(state_dict, f"{prefix}reflectors_{where}", signs.prod(0))
 
     def flatten_parameters(self) -> None:
         """Nothing to do: it is here because code that is written for ``nn.RNN`` calls it."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fasth.reflections import native
+from fasth import private
+from fasth.functional import autocast_enabled
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,7 +80,7 @@ class Matrix(ABC):
     def _as_this(self, X: Tensor) -> Tensor:
         """X, which should have this dtype, unless autocast is to see to that, and be on this device."""
         if X.dtype != self.dtype:
-            if not torch.is_autocast_enabled(X.device.type):
+            if not autocast_enabled(X):
                 raise TypeError(f"`X` should be {self.dtype}, as {self!r} is; got {X.dtype}")
             X = X.to(self.dtype)
         if X.device != self.device:
@@ -122,30 +122,15 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def values_known(t: Tensor) -> bool:
-    """Whether a decision may depend on the numbers in t: it has some, and nobody records or maps the computation."""
+    """Whether a decision may depend on the numbers in t: it has some, and nobody traces or maps the computation."""
     return not (
-        torch.compiler.is_compiling()
-        or t.is_meta
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling() or t.is_meta or private.transform_active() or private.dispatch_mode_active()
     )
 
 
 def has_entry(t: Tensor, value: float) -> bool:
-    """Whether an entry of t is this number, as far as numbers may be looked at; on the core, without a launch."""
-    if not values_known(t):
-        return False
-    core = native.core()
-    found = None if core is None else core.contains(t, value, value)
-    return bool((t == value).any()) if found is None else found
-
-
-def is_positive(t: Tensor) -> bool:
-    """Whether all entries of t are known to be: only the core is asked, where that costs next to nothing."""
-    if not values_known(t):
-        return False
-    core = native.core()
-    return core is not None and core.contains(t, -math.inf, 0.0) is False
+    """Whether an entry of t is this number, as far as numbers may be looked at."""
+    return values_known(t) and bool((t == value).any())
 
 
 def broadcast_batches(**batches: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasth.functional import reflect
 from fasth.operators.matrix import Matrix, broadcast_batches, computing_dtype, values_known
-from fasth.reflections import FORMS, householder, householder_compact
 from fasth.reflections.blocked import expand_compact
+
+FORMS = ("full", "triangular", "compact")
 
 
 class Orthogonal(Matrix):
@@ -138,13 +140,8 @@ class Orthogonal(Matrix):
         return self._reflect(signs.unsqueeze(-1) * X)
 
     def _reflect(self, X: Tensor) -> Tensor:
-        """H₁⋯H_r X, or H_r⋯H₁ X if transposed: ``householder`` takes rows, and multiplies them from the right."""
-        rows, V = X.mT, self.V
-        if self.form == "compact" and V.ndim == 2:
-            return householder_compact(rows, V, transpose=self.transposed).mT
-        if self.form == "compact":
-            V = expand_compact(V)
-        return householder(rows, V, transpose=self.transposed, triangular=self.form != "full").mT
+        """H₁⋯H_r X, or H_r⋯H₁ X if transposed: ``reflect`` takes rows, and multiplies them from the right."""
+        return reflect(X.mT, self.V, self.form, transpose=self.transposed).mT
 
     def _form(self) -> str:
         return self.form

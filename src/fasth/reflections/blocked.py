@@ -6,34 +6,35 @@ README.md beside this file derives the formulas, in the same notation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.reflections.one_by_one import is_batch, one_by_one
 
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
-
-
-def householder(
-    x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int, keep: bool = True
-) -> Tensor:
+def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
     """x Qᵀ with Q = H₁⋯H_r, or x Q if ``transpose``.  x: (B, m, d), V: (B, r, d) → (B, m, d).
 
     4·r·d operations per row of x and 2·r·d·k once, half of both if ``triangular``; with blocks of k reflections,
-    3 r/k + 2 log₂ k matrix products in sequence. ``keep``: whether more than V and the output may be kept for the
-    backward pass, up to as much again.
+    3 r/k + 2 log₂ k matrix products in sequence. It is a composition of PyTorch's operations, which every transform can
+    follow. Autograd saves the results of all of them, so training goes by ``forward`` and ``gradients`` instead.
     """
-    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        # torch.compile does not see how a transform of torch.func is to treat a Function; the products it does.
-        Y, _ = blocks_of(V, block_size, triangular)
-        out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
-        return out.to(x.dtype)
-    # Keeping depends on the number of rows, and a compiled graph should not; the compiler shares T by itself.
-    keep = keep and torch.is_grad_enabled() and V.requires_grad and not torch.compiler.is_compiling()
-    return _function().apply(x, V, transpose, triangular, block_size, keep)[0]
+    Y, _ = blocks_of(V, block_size, triangular)
+    out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
+    return out.to(x.dtype)
+
+
+def forward(
+    x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int, save_states: bool
+) -> tuple[Tensor, ...]:
+    """The output, and what is saved for ``gradients``: T, and if ``save_states`` each Z and the rows after a block."""
+    Y, _ = blocks_of(V, block_size, triangular)
+    T = triangular_factors(Y, triangular)
+    out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=save_states)
+    out = out.to(x.dtype) if steps or Y.shape[1] else x.clone()  # no block: the output is not to be x itself
+    states = [step.Z for step in steps] + [step.after for step in steps[:-1]]  # after the last: the output
+    return out, T, *states
 
 
 class Step(NamedTuple):
@@ -55,10 +56,10 @@ def sweep(
     steps = []
     for block in range(n) if transpose else reversed(range(n)):
         column = block * k if triangular else 0
-        Yi, before = Ys[block][..., column:], x[..., column:]
+        Yi, before = _from_column(Ys[block], column), _from_column(x, column)
         Z = torch.bmm(torch.bmm(before, Yi.mT), Ts[block])
         after = torch.baddbmm(before, Z, Yi, alpha=-1)
-        x = torch.cat((x[..., :column], after), -1) if column else after
+        x = torch.cat((x.narrow(-1, 0, column), after), -1) if column else after
         if record:
             steps.append(Step(Yi, column, before, Z, after))
     return x, steps
@@ -74,7 +75,7 @@ def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
     largest = V.detach()[..., :1]
     if V.shape[1]:  # the meta device has no such norm of no rows
         largest = torch.linalg.vector_norm(V.detach(), torch.inf, -1, keepdim=True)
-    if torch.compiler.is_compiling() and is_exporting():
+    if torch.compiler.is_exporting():
         scale = torch.where(largest == 0, 1, largest)  # ONNX has no frexp
     else:
         exponent = torch.frexp(largest).exponent.to(largest.dtype)  # the compiler fails on integers beside float64
@@ -102,82 +103,6 @@ def triangular_factors(Y: Tensor, triangular: bool) -> Tensor:
     return T.unflatten(0, Y.shape[:2])
 
 
-class _Householder(torch.autograd.Function):
-    """x, V ↦ the output, and what is worth keeping for the backward pass: T and all states, or T, or nothing."""
-
-    @staticmethod
-    def forward(
-        x: Tensor, V: Tensor, transpose: bool, triangular: bool, block_size: int, keep: bool
-    ) -> tuple[Tensor, ...]:
-        Y, _ = blocks_of(V, block_size, triangular)
-        T = triangular_factors(Y, triangular)
-        out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=keep)
-        out = out.to(x.dtype) if Y.shape[1] else x.clone()  # no block: the output is not to be x itself
-        if not keep:
-            return (out,)
-        states = [step.Z for step in steps] + [step.after for step in steps[:-1]]  # after the last: the output
-        # V and the output are kept anyway. The rest may take as much again.
-        room = _bytes(V, out) - _bytes(T)
-        if _bytes(*states) <= room:
-            return out, T, *states
-        return (out, T) if room >= 0 else (out,)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, V, ctx.transpose, ctx.triangular, ctx.block_size, _ = inputs
-        out, *kept = output
-        ctx.kept = len(kept)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(V, out, *kept)
-        ctx.save_for_forward(x, V)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        V, out, *kept = ctx.saved_tensors
-        if g is None:
-            return (None,) * 6
-        if not torch.compiler.is_compiling() and is_batch(g):
-            return one_by_one(_Householder.backward, ctx, g)
-        if torch.is_grad_enabled():
-            kept = []  # constants to autograd: a second derivative would miss what they depend on
-        needs_x, needs_V, *_ = ctx.needs_input_grad
-        dx, dV = gradients(g, out, V, ctx.transpose, ctx.triangular, ctx.block_size, needs_x, needs_V, kept)
-        return dx, dV, None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, V: Tensor, *options: Any) -> tuple[Any, Any]:
-        x_dim, V_dim, *_ = in_dims
-        options = (*options[:-1], False)
-        if V_dim is None:  # one Q for all: the batch is just more rows
-            out, *_ = _function().apply(x.movedim(x_dim, 1).flatten(1, 2), V, *options)
-            return (out.unflatten(1, (info.batch_size, x.shape[-2])),), (1,)
-        x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        V = V.movedim(V_dim, 0)
-        out, *_ = _function().apply(x.flatten(0, 1), V.flatten(0, 1), *options)
-        return (out.unflatten(0, x.shape[:2]),), (0,)
-
-
-class _HouseholderWithForwardMode(_Householder):
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor | None, dV: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        x, V = ctx.saved_tensors
-        Y, scale = blocks_of(V, ctx.block_size, ctx.triangular)
-        T = triangular_factors(Y, ctx.triangular)
-        out, steps = sweep(_compute(x), Y, T, ctx.transpose, ctx.triangular)
-        dA = torch.zeros_like(out) if dx is None else _compute(dx)
-        dY = torch.zeros_like(Y) if dV is None else _cut(_reflectors(dV, ctx.triangular) / scale, ctx.block_size)
-        dYYt = _products(dY, Y, ctx.triangular)
-        dB = _half_of_gram(dYYt + dYYt.mT)
-        for block, s in zip(range(len(steps)) if ctx.transpose else reversed(range(len(steps))), steps, strict=True):
-            dYi, Ti, dBi = dY[:, block, :, s.column :], T[:, block], dB[:, block]
-            if not ctx.transpose:
-                Ti, dBi = Ti.mT, dBi.mT
-            dZ = (dA[..., s.column :] @ s.Y.mT + s.before @ dYi.mT - s.Z @ dBi) @ Ti
-            dA = torch.cat((dA[..., : s.column], dA[..., s.column :] - dZ @ s.Y - s.Z @ dYi), -1)
-        return dA.to(x.dtype), *(None,) * ctx.kept
-
-
 def gradients(
     g: Tensor,
     out: Tensor,
@@ -187,40 +112,38 @@ def gradients(
     block_size: int,
     needs_x: bool,
     needs_V: bool,
-    kept: Sequence[Tensor] = (),
+    saved: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and V from that of the output, g; differentiable in g, out and V if nothing was kept."""
+    """The gradients of x and V from that of the output, g; differentiable in g, out and V if nothing was saved.
+
+    ``saved`` is what ``forward`` gives besides the output. These are constants to autograd.
+    """
     Y, scale = blocks_of(V, block_size, triangular)
-    T = kept[0] if kept else triangular_factors(Y, triangular)
+    T = saved[0] if saved else triangular_factors(Y, triangular)
     # Each block is orthogonal, so gradients run through its transpose, and so does the way back from the output.
     rows, m = _compute(g), g.shape[1]
-    states_missing = needs_V and len(kept) <= 1
+    states_missing = needs_V and len(saved) <= 1
     if states_missing:
         rows = torch.cat((rows, _compute(out)), 1)
     dx, steps = sweep(rows, Y, T, not transpose, triangular, record=needs_V)
     dV = None
     if needs_V:
         if states_missing:
-            states = [(-step.Z[:, m:], step.before[:, m:]) for step in steps]
+            states = [(-step.Z.narrow(1, m, m), step.before.narrow(1, m, m)) for step in steps]
         else:
-            Z, after = kept[1 : len(steps) + 1], [*kept[len(steps) + 1 :], _compute(out)]
+            Z, after = saved[1 : len(steps) + 1], [*saved[len(steps) + 1 :], _compute(out)]
             states = list(zip(reversed(Z), reversed(after), strict=True))
         dY = [
-            _gradient_of_block(step.Y, step.before[:, :m], step.Z[:, :m], *state, transpose)
+            _gradient_of_block(step.Y, step.before.narrow(1, 0, m), step.Z.narrow(1, 0, m), *state, transpose)
             for step, state in zip(steps, states, strict=True)
         ]
         dV = _join(dY[::-1] if transpose else dY, scale, V, triangular)
-    return dx[:, :m].to(out.dtype) if needs_x else None, dV
-
-
-def _function() -> type[_Householder]:
-    # torch.compile does not trace a Function that defines jvp.
-    return _Householder if torch.compiler.is_compiling() else _HouseholderWithForwardMode
+    return dx.narrow(1, 0, m).to(g.dtype) if needs_x else None, dV
 
 
 def _gradient_of_block(Y: Tensor, g: Tensor, R: Tensor, Z: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """∂Y: (B, k, d - column), with g the gradient of ``after`` and R what Z is called in the sweep of g."""
-    after = after[..., -Y.shape[-1] :]
+    after = _from_column(after, after.shape[-1] - Y.shape[-1])
     M = torch.bmm(Z.mT, R)
     N = (M - M.mT).triu(1) if transpose else (M - M.mT).tril(-1)
     dY = torch.baddbmm(torch.bmm(N, Y), Z.mT, g, alpha=-1)
@@ -232,7 +155,7 @@ def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tenso
     r, d = V.shape[1:]
     if not dY:
         return torch.zeros_like(V)
-    dV = torch.cat([F.pad(part, (d - part.shape[-1], 0)) for part in dY], 1)[:, : scale.shape[1]] / scale
+    dV = torch.cat([F.pad(part, (d - part.shape[-1], 0)) for part in dY], 1).narrow(1, 0, scale.shape[1]) / scale
     if triangular:
         dV = F.pad(dV.triu(), (0, 0, 0, r - dV.shape[1]))
     return dV.to(V.dtype)
@@ -246,11 +169,6 @@ def _products(X: Tensor, Y: Tensor, triangular: bool) -> Tensor:
     return torch.stack([X[:, i, :, i * k :] @ Y[:, i, :, i * k :].mT for i in range(n)], 1)
 
 
-def _half_of_gram(G: Tensor) -> Tensor:
-    """B = striu(G) + ½ diag(G): the half of the symmetric G = B + Bᵀ."""
-    return G.triu(1) + torch.diag_embed(G.diagonal(dim1=-2, dim2=-1) / 2)
-
-
 def expand_compact(V: Tensor) -> Tensor:
     """Compact reflectors (*, r, d) as triangular ones: ones on the diagonal, what stands right of it, zeros."""
     return V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype, device=V.device)
@@ -259,6 +177,11 @@ def expand_compact(V: Tensor) -> Tensor:
 def _reflectors(V: Tensor, triangular: bool) -> Tensor:
     V = _compute(V)
     return V[:, : V.shape[-1]].triu() if triangular else V
+
+
+def _from_column(t: Tensor, column: int) -> Tensor:
+    """Not by an index, which makes an alias of all of it where the column is 0: batched gradients have none."""
+    return t.narrow(-1, column, t.shape[-1] - column)
 
 
 def _cut(V: Tensor, k: int) -> Tensor:
@@ -271,7 +194,3 @@ def _cut(V: Tensor, k: int) -> Tensor:
 def _compute(t: Tensor) -> Tensor:
     """bfloat16 and float16 only store: computing in them would lose orthogonality with every block."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
-
-
-def _bytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

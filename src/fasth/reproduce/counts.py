@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fasth.private import TorchDispatchMode
 from fasth.reproduce.methods import Method
 
 aten = torch.ops.aten
@@ -92,7 +91,11 @@ class _Counter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    if isinstance(tree, (list, tuple)):
+        return [t for branch in tree for t in _tensors(branch)]
+    if isinstance(tree, dict):
+        return _tensors(list(tree.values()))
+    return [tree] if isinstance(tree, Tensor) else []
 
 
 def _is_view(func: Any) -> bool:

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fasth import reflections
+from fasth import functional
+from fasth.reflections import library
+from fasth.reflections.core import core_for
 from fasth.reproduce import baselines, counts, operations
 from fasth.reproduce.methods import (
     BASELINES,
@@ -176,14 +178,14 @@ def _block_sizes(d: int, number: int | None) -> InTurns:
 
 def _with_block_size(k: int) -> list[Method]:
     return [
-        of(COMPACT.name, partial(reflections.householder_compact, block_size=k), compact, compact_product),
-        of(FULL.name, partial(reflections.householder, block_size=k), full, product),
+        of(COMPACT.name, partial(functional.reflect, form="compact", block_size=k), compact, compact_product),
+        of(FULL.name, partial(functional.householder, block_size=k), full, product),
         of("FastH", partial(baselines.fasth, k=k), full, product),
     ]
 
 
 def _applied(x: Tensor, V: Tensor) -> Tensor:
-    return reflections._apply(x, V, False, True, None)
+    return functional._apply(x, V, (len(x), *V.shape), library.TRIANGULAR, False, None, core_for(x, V) is not None)
 
 
 def _materialised(x: Tensor, V: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Layers of this library and those of ``torch.nn`` that they replace, as methods.
-
-In eval mode, which makes no difference to a training step, so that the forward pass alone is what inference costs.
-"""
+"""Layers of this library and those of ``torch.nn`` that they replace, as methods."""
 
 from __future__ import annotations
 
@@ -18,10 +15,14 @@ def _dense(x: Tensor, W: Tensor, bias: Tensor) -> Tensor:
     return x @ W.mT + bias
 
 
-def _svd(x: Tensor, reflectors: Tensor, sigma: Tensor, signs: Tensor) -> Tensor:
+def _svd(x: Tensor, reflectors: Tensor, sigma: Tensor) -> Tensor:
     """x Wᵀ with W held as ``LinearSVD`` holds it, by the definition."""
     U, V = (unit(side) for side in (reflectors.mT, reflectors))
-    return product(product(x, V, transpose=True) * (signs[0] * signs[1] * sigma), U)
+    return product(product(x, V, transpose=True) * (_signs(reflectors) * sigma), U)
+
+
+def _signs(reflectors: Tensor) -> Tensor:
+    return reflectors.detach().diagonal().sign()
 
 
 def _linear(d: int, N: Tensor) -> tuple[nn.Module, Function]:
@@ -29,15 +30,12 @@ def _linear(d: int, N: Tensor) -> tuple[nn.Module, Function]:
 
 
 def _linear_svd(d: int, N: Tensor) -> tuple[nn.Module, Function]:
-    layer = fasth.LinearSVD(d, d).eval()
-    signs = layer.signs.double()
-    return layer, lambda x, reflectors, sigma, bias: _svd(x, reflectors, sigma, signs) + bias
+    return fasth.LinearSVD(d, d).eval(), lambda x, reflectors, sigma, bias: _svd(x, reflectors, sigma) + bias
 
 
 def _linear_orthogonal(d: int, N: Tensor) -> tuple[nn.Module, Function]:
     layer = fasth.LinearOrthogonal(d, d).eval()
-    signs = layer.signs.double()
-    return layer, lambda x, reflectors, bias: product(x * signs, unit(reflectors)) + bias
+    return layer, lambda x, reflectors, bias: product(x * _signs(reflectors), unit(reflectors)) + bias
 
 
 class _Sequences(nn.Module):
@@ -67,13 +65,12 @@ def _rnn(d: int, N: Tensor) -> tuple[nn.Module, Function]:
 
 def _rnn_svd(d: int, N: Tensor) -> tuple[nn.Module, Function]:
     layer = fasth.RNNSVD(d, d).eval()
-    signs = layer.signs_l0.double()
     names = [name for name, _ in layer.named_parameters()]
 
     def obvious(x: Tensor, *parameters: Tensor) -> Tensor:
         of = dict(zip(names, parameters, strict=True))
         I = torch.eye(d, dtype=x.dtype)
-        W_hh = _svd(I, of["reflectors_l0"], layer.spectrum(of["sigma_l0"]), signs).mT
+        W_hh = _svd(I, of["reflectors_l0"], layer.spectrum(of["sigma_l0"])).mT
         return _elman(x, of["weight_ih_l0"], W_hh, of["bias_ih_l0"], of["bias_hh_l0"])
 
     return _Sequences(layer, d).eval(), obvious

@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fasth
-from fasth.reflections import definition, householder_compact
+from fasth.functional import reflect
+from fasth.reflections import definition
 from fasth.reproduce import baselines, printed
 
 Function = Callable[..., Tensor]  # of x: (rows, d) and the method's parameters
@@ -268,7 +270,7 @@ def compact_product(x: Tensor, V: Tensor) -> Tensor:
 triangular_product = _triangular(product)
 
 LINEAR = of("F.linear", F.linear, full, lambda x, W: x @ W.mT)
-COMPACT = of("fasth, compact", householder_compact, compact, compact_product)
+COMPACT = of("fasth, compact", partial(reflect, form="compact"), compact, compact_product)
 TRIANGULAR = of("fasth, triangular", _triangular(fasth.householder), triangular, triangular_product)
 FULL = of("fasth, full", fasth.householder, full, product)
 

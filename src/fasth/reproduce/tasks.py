@@ -14,7 +14,8 @@ import torch
 
 from fasth.reproduce import counts, memory
 from fasth.reproduce.methods import Method
-from fasth.reproduce.timing import Progress, Timing, measure
+from fasth.reproduce.timing import Progress, measure
+from fasth.timing import Timing
 
 Record = dict[str, Any]
 

@@ -1,25 +1,22 @@
-"""The one place that verifies and times a method."""
+"""Verifying and timing the methods that the experiments compare."""
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import fasth
 from fasth.environment import describe
 from fasth.reproduce.methods import Case
+from fasth.timing import Call, Timing, Turn, take_turns
 
-Call = Callable[[], object]
 Progress = Callable[[int, int, str], None]  # turns taken, turns in all, what comes next
 
 
@@ -64,46 +61,6 @@ def _norm(t: Tensor) -> float:
     return t.detach().cpu().double().norm().item()
 
 
-@dataclass
-class Timing:
-    """The readings of one method, in seconds for one call."""
-
-    name: str
-    what: str  # "step" or "forward"
-    status: str = "ok"  # or "stopped", by the time limit; or "wrong", "too slow", "not installed": without readings
-    note: str = ""
-    calls: int = 1  # in each reading
-    readings: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.readings)
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.readings)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation, as in the paper's error bars."""
-        return statistics.pstdev(self.readings)
-
-    def quantile(self, q: float) -> float:
-        """Between the readings by linear interpolation."""
-        ordered = sorted(self.readings)
-        position = q * (len(ordered) - 1)
-        low = math.floor(position)
-        return ordered[low] + (position - low) * (ordered[math.ceil(position)] - ordered[low])
-
-    def ratio(self, yardstick: Timing) -> float:
-        """How many times the yardstick's time: the ratio of medians."""
-        return self.median / yardstick.median
-
-    def ratios(self, yardstick: Timing) -> list[float]:
-        """The ratio in each round that both took part in."""
-        return [mine / other for mine, other in zip(self.readings, yardstick.readings, strict=False)]
-
-
 def measure(
     cases: Sequence[Case],
     *,
@@ -119,7 +76,8 @@ def measure(
 
     Args:
         cases: what to time, at any sizes.
-        what: of each case, "step", "forward" or both.
+        what: of each case some of: "step", a training step; "single", the same as single calls, between which the other
+            methods have theirs, as in a network; "forward", without gradients; "inference", that within ``cached()``.
         rounds: the number of readings of each.
         min_time: seconds that a reading lasts at least; fast calls are repeated until then.
         time_limit: seconds for each case. One that needs more is stopped, after one reading at least, and marked.
@@ -129,35 +87,31 @@ def measure(
         A timing for each case and each of ``what``, in this order.
     """
     advance = _counter(progress, len(cases) * (1 + rounds * len(what)))
-    turns, references = [], _References()
+    references, faults = _References(), []
     for case in cases:
         advance(f"verifying {case.name}")
-        fault = _fault(case, references)
-        for way in what:
-            timing = Timing(case.name, way, "wrong" if fault else "ok", fault)
-            call: Call = {"step": case.step, "forward": case.forward}[way]
-            turns.append(_Turn(timing, call, case.gradient.device, min_time, time_limit))
-    _take_turns(turns, rounds, advance)
-    return [turn.timing for turn in turns]
+        faults.append(_fault(case, references))
+    by_way = [_measure(cases, faults, way, rounds, min_time, time_limit, advance) for way in what]
+    return [timing for of_case in zip(*by_way, strict=True) for timing in of_case]
 
 
-def compare(
-    calls: Mapping[str, Call], *, device: torch.device, rounds: int, min_time: float = 1e-3, time_limit: float = 60.0
+def _measure(
+    cases: Sequence[Case],
+    faults: Sequence[str],
+    way: str,
+    rounds: int,
+    min_time: float,
+    time_limit: float,
+    advance: Callable[[str], None],
 ) -> list[Timing]:
-    """Times calls in turns, as ``measure`` does, without knowing what they compute."""
-    turns = [_Turn(Timing(name, "call"), call, device, min_time, time_limit) for name, call in calls.items()]
-    _take_turns(turns, rounds, lambda label: None)
+    turns = []
+    for case, fault in zip(cases, faults, strict=True):
+        timing = Timing(case.name, way, "wrong" if fault else "ok", fault)
+        call: Call = case.step if way in ("step", "single") else case.forward
+        turns.append(Turn(timing, call, case.gradient.device, 0.0 if way == "single" else min_time, time_limit))
+    with fasth.cached() if way == "inference" else nullcontext():
+        take_turns(turns, rounds, advance)
     return [turn.timing for turn in turns]
-
-
-def _take_turns(turns: list[_Turn], rounds: int, advance: Callable[[str], None]) -> None:
-    with _no_garbage_collection():
-        for turn in turns:
-            turn.warm_up()
-        for _ in range(rounds):
-            for turn in turns:
-                advance(f"timing {turn.timing.name}")
-                turn.take()
 
 
 def _fault(case: Case, references: _References) -> str:
@@ -187,53 +141,6 @@ def _all_equal(one: Case, other: Case) -> bool:
     return len(one.tensors) == len(other.tensors) and all(torch.equal(a, b) for a, b in pairs)
 
 
-class _Turn:
-    """What one method does when it is its turn."""
-
-    def __init__(self, timing: Timing, call: Call, device: torch.device, min_time: float, time_limit: float) -> None:
-        self.timing, self.call, self.device = timing, call, device
-        self.min_time = min_time
-        self.time_left = time_limit
-        self.settles = True
-
-    def warm_up(self) -> None:
-        """Finds out how many calls make a reading."""
-        if self.timing.status != "ok":
-            return
-        seconds = self._reading()
-        if seconds < 10 * self.min_time:
-            seconds = min(self._reading() for _ in range(3))
-        self.settles = seconds < 100 * self.min_time
-        self.timing.calls = max(1, math.ceil(self.min_time / seconds))
-
-    def take(self) -> None:
-        timing = self.timing
-        if timing.status != "ok":
-            return
-        if self.time_left <= 0 and timing.readings:
-            timing.status, timing.note = "stopped", f"stopped at the time limit, after {len(timing.readings)} readings"
-            return
-        start = time.perf_counter()
-        if self.settles:  # the one before left its own data in the caches; to a slow one that makes no difference
-            self.call()
-        timing.readings.append(self._reading())
-        self.time_left -= time.perf_counter() - start
-
-    def _reading(self) -> float:
-        """Seconds for one call, the mean over ``calls``."""
-        calls = range(self.timing.calls)
-        self._synchronize()
-        start = time.perf_counter()
-        for _ in calls:
-            self.call()
-        self._synchronize()
-        return (time.perf_counter() - start) / len(calls)
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
-
 def _counter(progress: Progress | None, total: int) -> Callable[[str], None]:
     done = 0
 
@@ -244,19 +151,6 @@ def _counter(progress: Progress | None, total: int) -> Callable[[str], None]:
         done += 1
 
     return advance
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Python's cycle collector would run inside some readings and not others."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _COMPARED = ("geotorch", "torch-householder", "nflows")

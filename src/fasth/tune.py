@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth import reflections
-from fasth.reflections import tuned
-from fasth.reflections.native import TRIANGULAR
-from fasth.reflections.tuning import MANY_ROWS, block_size_by_rule, crossover_by_rule, even_block_size
+from fasth import functional, timing
+from fasth.reflections import tuning_file
+from fasth.reflections.core import core_for
+from fasth.reflections.heuristics import MANY_ROWS, block_size_by_rule, crossover_by_rule, even_block_size
+from fasth.reflections.library import TRIANGULAR
 
 _GAIN = 0.97  # another block size than the default should be faster by more than noise
 
@@ -22,7 +23,7 @@ _GAIN = 0.97  # another block size than the default should be faster by more tha
 class Tuned:
     """What was found, and what it is worth."""
 
-    entry: tuned.Entry
+    entry: tuning_file.Entry
     default_block_size: int
     default_crossover: int
     seconds: float  # of a training step with the block size that was found
@@ -53,8 +54,8 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     best = best if times[best] < _GAIN * times[default] else default
     by_rule = {triangular: crossover_by_rule(d, d, triangular) for triangular in (False, True)}
     crossover = _crossover(V, best, by_rule[True])
-    name, core = tuned.machine(device.type)
-    entry = tuned.Entry(
+    name, core = tuning_file.machine(device.type)
+    entry = tuning_file.Entry(
         machine=name,
         core=core,
         device=device.type,
@@ -66,7 +67,7 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
         crossover=crossover,
         crossover_full=max(d + 1, math.ceil(crossover * by_rule[False] / by_rule[True])),
     )
-    tuned.store(entry)
+    tuning_file.store(entry)
     return Tuned(entry, default, math.ceil(by_rule[True]), times[best], times[default])
 
 
@@ -94,7 +95,7 @@ def _crossover(V: Tensor, k: int, by_rule: float) -> int:
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
 
     def form() -> object:
-        return torch.autograd.grad(reflections._formed(V, d, TRIANGULAR, k), V, eye)
+        return torch.autograd.grad(functional._first_rows(V, d, TRIANGULAR, k), V, eye)
 
     W = V.detach().clone().requires_grad_()
     calls = {
@@ -109,7 +110,7 @@ def _crossover(V: Tensor, k: int, by_rule: float) -> int:
 
 
 def _applied(V: Tensor, k: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: reflections._apply(x, V, False, TRIANGULAR, k)
+    return lambda x: functional._apply(x, V, (len(x), *V.shape), TRIANGULAR, False, k, core_for(x, V) is not None)
 
 
 def _step(V: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Callable[[], object]:
@@ -123,7 +124,5 @@ def _step(V: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Callabl
 def _medians(
     calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, time_limit: float
 ) -> dict[str, float]:
-    from fasth.reproduce.timing import compare  # which imports fasth
-
-    timings = compare(calls, device=device, rounds=rounds, min_time=2e-4, time_limit=time_limit)
-    return {timing.name: timing.median for timing in timings}
+    timings = timing.compare(calls, device=device, rounds=rounds, min_time=2e-4, time_limit=time_limit)
+    return {one.name: one.median for one in timings}

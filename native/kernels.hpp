@@ -84,12 +84,13 @@ inline void fence() {
 #endif
 }
 
-template <class T, int rows, int columns> using Sums = Packet<T>[rows][columns];
+template <class T, int rows, int columns> using Accumulators = Packet<T>[rows][columns];
 
 // sum += left · right over from ≤ l < to, for packets `first` to `last` of the columns. Every third row has a pointer of its
 // own: an address can have one or two strides added to it for free, but no more.
 template <int first, int last, class T, int rows, int columns>
-FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index from, Index to, Sums<T, rows, columns> &sum) {
+FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index from, Index to,
+                             Accumulators<T, rows, columns> &sum) {
     using namespace Eigen::internal;
     constexpr Index width = packet_size<T>;
     constexpr int pointers = (rows + 2) / 3;
@@ -114,7 +115,7 @@ FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index
 
 // The same over all of `inner`, except where a factor is zero.
 template <bool right_may_be_triangular, class T, int rows, int columns>
-FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Sums<T, rows, columns> &sum) {
+FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Accumulators<T, rows, columns> &sum) {
     constexpr Index width = packet_size<T>;
     if constexpr (right_may_be_triangular) {
         static_assert(columns <= usual_tile, "");
@@ -142,7 +143,7 @@ template <class T, int rows, int columns, Result result, int terms>
 inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base, Matrix<T> out) {
     using namespace Eigen::internal;
     constexpr Index width = packet_size<T>;
-    Sums<T, rows, columns> sum;
+    Accumulators<T, rows, columns> sum;
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
@@ -316,8 +317,7 @@ template <class T> struct Span {
 
 // Inner products of rows, in tiles with as many results as a packet has numbers. Registers need to be wide enough for tiles
 // that pay.
-constexpr bool inner_products_pay(Index packet) { return packet >= 8; }
-template <class T> constexpr bool has_inner_products = inner_products_pay(packet_size<T>);
+template <class T> constexpr bool has_inner_products = packet_size<T> >= 8;
 constexpr int inner_rows = 4;
 template <class T> constexpr int inner_columns = int(packet_size<T>) / inner_rows;
 
@@ -352,7 +352,7 @@ template <class T> FASTH_NEVER_INLINE void inner_product_tile(const Span<T> *spa
     for (int a = 0; a < high; ++a) std::memcpy(place + a * out.row_stride, tile[a], sizeof(tile[a]));
 }
 
-// The same for all of it, or for what lies from the diagonal on. Rows and columns are multiples of those of a tile.
+// The same for all of it, or from the diagonal on. Rows and columns are multiples of those of a tile.
 template <class T>
 void inner_products(Index rows, Index columns, const Span<T> *spans, Index count, Matrix<T> out, bool upper = false) {
     for (Index i = 0; i < rows; i += inner_rows)

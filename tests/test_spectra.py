@@ -13,7 +13,7 @@ from torch import nn
 from twins import perturbed
 
 from fasth import LinearSVD, parametrizations, spectra, spectrum
-from fasth.watch import Spectra
+from fasth.spectra import Spectra
 
 
 def weights_of(layer: Any) -> list[torch.Tensor]:

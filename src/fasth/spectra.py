@@ -154,24 +154,28 @@ def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
 def _weights_of(module: Any) -> Iterator[Weight]:
     """Those of one module, by the names that they have in it."""
     if isinstance(module, RNNSVD):
-        made_of = module._dense_weights()
+        factor_names = module._dense_names()
         for name, svd in module.svds.items():
-            yield Weight(name, tuple(svd.shape), svd.sigma, True, _factors(module, made_of[name]))
+            yield Weight(name, tuple(svd.shape), svd.sigma, True, _factors(module, factor_names[name]))
     elif isinstance(module, LinearOrthogonal):
-        shape, ones = (module.out_features, module.in_features), torch.ones_like(module.signs)
-        yield Weight("", shape, ones, False, _factors(module, module._made_of))
+        shape, ones = (module.out_features, module.in_features), module.reflectors.new_ones(len(module.reflectors))
+        yield Weight("", shape, ones, False, _factors(module, module._factor_names))
     elif isinstance(module, (LinearSymmetric, SVDFactors)):
-        svd = module.eig if isinstance(module, LinearSymmetric) else module.svd
-        yield Weight("", tuple(svd.shape), svd.sigma, True, _factors(module, module._made_of))
+        shape = module._matrix_shape if isinstance(module, SVDFactors) else (module.out_features, module.in_features)
+        yield Weight("", shape, module.spectrum(module.sigma), True, _factors(module, module._factor_names))
     elif isinstance(module, ParametrizationList) and len(module) == 1:  # what others would do to it is not known
-        weight, originals = module[0], vars(module)["_parameters"] | vars(module)["_buffers"]
+        weight, originals = (
+            module[0],
+            dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]),
+        )
         if isinstance(weight, OrthogonalWeight):
-            ones = torch.ones_like(weight.signs)
+            *batch, n, m = weight.shape
+            ones = originals["original"].new_ones(*batch, min(n, m))
             yield Weight("", tuple(weight.shape), ones, False, (originals["original"],))
         elif isinstance(weight, SVDWeight):
             reflectors, raw = originals["original0"], originals["original1"]
             yield Weight("", tuple(weight.shape), weight.spectrum(raw), True, (reflectors, raw))
 
 
-def _factors(module: nn.Module, made_of: Sequence[str]) -> tuple[Tensor, ...]:
-    return tuple(getattr(module, name) for name in made_of if not name.startswith("signs"))
+def _factors(module: nn.Module, names: Sequence[str]) -> tuple[Tensor, ...]:
+    return tuple(getattr(module, name) for name in names if not name.startswith("signs"))

@@ -21,6 +21,7 @@ import torch
 from fasth import files
 
 _VERSION = 1
+_LARGEST = 1 << 40  # of any number in the file: what is larger was not measured
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def load() -> list[Entry]:
         return [_entry(record) for record in content["entries"]]
     except OSError:  # there is none, or it may not be read
         return []
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         warnings.warn(
             f"{file} is damaged and was ignored ({error}); `fasth tune` writes a new one", RuntimeWarning, stacklevel=2
         )
@@ -96,15 +97,15 @@ def store(entry: Entry) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a damaged file is being replaced
             others = [other for other in load() if other.identity != entry.identity]
-        entries = [asdict(kept) for kept in (*others, entry)]
+        entries = [asdict(one) for one in (*others, entry)]
         files.write(path(), json.dumps({"version": _VERSION, "entries": entries}, indent=1) + "\n")
-    global changes
+    global _changes
     table()[entry.key] = entry
-    changes += 1
+    _changes += 1
 
 
 _table: dict[tuple[str, int, str, int], Entry] | None = None
-changes = 0  # of the table, for those who remember what they found in it
+_changes = 0  # of the table
 
 
 def table() -> dict[tuple[str, int, str, int], Entry]:
@@ -121,11 +122,16 @@ def table() -> dict[tuple[str, int, str, int], Entry]:
     return _table
 
 
-def forget() -> None:
+def invalidate() -> None:
     """The file is read again when next needed."""
-    global _table, changes
+    global _table, _changes
     _table = None
-    changes += 1
+    _changes += 1
+
+
+def tuning_state() -> tuple[int, int]:
+    """What a choice by the table depends on besides its sizes, for those who remember it."""
+    return torch.get_num_threads(), _changes
 
 
 def _machine_or_none(device: str) -> tuple[str, str]:
@@ -138,9 +144,13 @@ def _machine_or_none(device: str) -> tuple[str, str]:
 def _entry(record: dict[str, Any]) -> Entry:
     types = {field.name: int if field.type == "int" else str for field in fields(Entry)}
     for name, kind in types.items():
-        if not isinstance(record[name], kind) or (kind is int and record[name] < 1):
-            raise ValueError(f"`{name}` is {record[name]!r}")
-    return Entry(**{name: record[name] for name in types})
+        value: Any = record[name]
+        if type(value) is not kind or (isinstance(value, int) and not 1 <= value <= _LARGEST):
+            raise ValueError(f"`{name}` is {value!r}")
+    entry = Entry(**{name: record[name] for name in types})
+    if entry.block_size > entry.d:
+        raise ValueError(f"`block_size` is {entry.block_size} for d = {entry.d}")
+    return entry
 
 
 @contextmanager

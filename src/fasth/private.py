@@ -1,0 +1,51 @@
+"""Every private name of PyTorch that fasth uses: all of them are in this file, each with its reason.
+
+tests/test_private.py fails when one of them goes away or changes its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+# Counts the operations of the paper's methods, in ``fasth.reproduce``. There is no public path to it.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def transform_active() -> bool:
+    """Whether vmap, grad or jvp of ``torch.func``, or forward-mode differentiation, is active.
+
+    The compiled core reads memory, and an autograd Function with a ``forward(ctx, …)`` refuses these transforms; what
+    they can follow is a composition of PyTorch's own operations. There is no public question for either. Without the
+    first name ``torch.func`` would raise errors; without the second, forward mode would.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def dispatch_mode_active() -> bool:
+    """Whether a ``TorchDispatchMode`` wants to see every operation: fake tensors, tracing by make_fx, counters.
+
+    What the compiled core does is not seen by such a mode. Without this name it would be missing from traces, and
+    tensors without memory would reach the core, which refuses them.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def number_of_hooks(module: nn.Module) -> int:
+    """How many hooks of any kind are registered with the module or its parameters. PyTorch has no list of them.
+
+    If the attributes were renamed, ``to_svd`` would convert layers whose hooks are then lost.
+    """
+    places = [vars(module), *map(_of_tensor, module.parameters(recurse=False))]
+    return sum(len(held) for place in places for name, held in place.items() if _is_list_of_hooks(name) and held)
+
+
+def _is_list_of_hooks(name: str) -> bool:
+    return name.startswith("_") and name.endswith("_hooks")
+
+
+def _of_tensor(tensor: Tensor) -> dict[str, Any]:
+    return {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}

@@ -1,0 +1,132 @@
+"""Loading the compiled CPU core: which one, when it may be used, and whether it takes given tensors."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
+
+from fasth import private
+
+LEVELS = ("baseline", "avx2", "avx512")
+BACKENDS = ("auto", "core", "torch")
+
+_FUNCTIONS = ("connect", "accepts", "householder", "householder_backward", "svd_linear", "svd_linear_backward")
+_SWITCH = {"on": True, "1": True, "true": True, "yes": True, "": True}
+_SWITCH |= {"off": False, "0": False, "false": False, "no": False, "disabled": False}
+
+
+def machine_level() -> str:
+    """The highest instruction set that this machine and torch agree on."""
+    return {"AVX2": "avx2", "AVX512": "avx512"}.get(torch.backends.cpu.get_cpu_capability(), "baseline")
+
+
+def available_levels() -> list[str]:
+    """The levels that are both built and usable here, lowest first."""
+    return [level for level in LEVELS[: LEVELS.index(machine_level()) + 1] if _spec(level)]
+
+
+def backend_setting() -> str:
+    """``FASTH_BACKEND``: "auto", "core" or "torch". ``FASTH_CORE=off`` is another way to say "torch"."""
+    backend = os.environ.get("FASTH_BACKEND", "auto").strip().lower() or "auto"
+    if backend == "triton":
+        raise ValueError(
+            "FASTH_BACKEND=triton: this version of fasth has no Triton kernels; GPUs run the torch backend"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"FASTH_BACKEND should be one of {', '.join(BACKENDS)}; got {backend!r}")
+    switch = os.environ.get("FASTH_CORE", "on").strip().lower()
+    if switch not in _SWITCH:
+        raise ValueError(f"FASTH_CORE should be on or off; got {switch!r}")
+    if _SWITCH[switch]:
+        return backend
+    if backend == "core":
+        raise ValueError("FASTH_BACKEND=core and FASTH_CORE=off contradict each other")
+    return "torch"
+
+
+def core() -> Any:
+    """The core for this machine, or None: not built, or switched off."""
+    if isinstance(_core, Exception):
+        raise _core
+    return _core
+
+
+def _load_best() -> ModuleType | None:
+    """The core for the highest instruction set that this machine has; ``FASTH_ISA`` picks a lower one."""
+    backend = backend_setting()
+    if backend == "torch":
+        return None
+    levels = available_levels()
+    if backend == "core" and not levels:
+        raise ImportError("FASTH_BACKEND=core, but no compiled core was built: install fasth with a C++ compiler")
+    wanted = os.environ.get("FASTH_ISA", "").strip().lower()
+    if wanted and levels:
+        if wanted not in levels:
+            raise ValueError(
+                f"FASTH_ISA should be one of {levels}, which this machine and this build have; got {wanted!r}"
+            )
+        levels = [wanted]
+    return load(levels[-1]) if levels else None
+
+
+def load(level: str) -> ModuleType:
+    """The core for one instruction set. It is loaded after torch, and so shares torch's thread pool."""
+    spec = _spec(level)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"the core for {level} is not built")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if missing := [name for name in _FUNCTIONS if not hasattr(module, name)]:
+        raise ImportError(f"the core for {level} is older than these files, without {missing[0]}: install fasth again")
+    contiguous = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    table = Tensor.__dlpack_c_exchange_api__  # DLPack's C functions to read tensors
+    module.connect(Tensor, torch.nn.Parameter, torch.empty_like, contiguous, table)
+    return module
+
+
+def core_for(*tensors: Tensor | None) -> Any:
+    """The compiled core where it serves these tensors, None where the PyTorch path does.
+
+    It takes unwrapped float32 and float64 CPU tensors. Under ``torch.compile`` the same core is called by operators,
+    but not in an exported program, which should run without fasth.
+    """
+    compiled = core()
+    if compiled is None:
+        return None
+    if torch.compiler.is_compiling():
+        return compiled if not torch.compiler.is_exporting() and _traceable(tensors) else None
+    if private.dispatch_mode_active() or is_tracing():  # torch.jit.trace would record the results as constants
+        return None
+    return compiled if compiled.accepts(*tensors) else None
+
+
+def _traceable(tensors: tuple[Tensor | None, ...]) -> bool:
+    """``accepts`` for tensors that are being traced, and have no memory."""
+    given = [t for t in tensors if t is not None]
+    if not all(type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu for t in given):
+        return False
+    dtype = given[0].dtype
+    return dtype in (torch.float32, torch.float64) and all(t.dtype == dtype for t in given)
+
+
+def _spec(level: str) -> Any:
+    import fasth
+
+    directory = os.environ.get("FASTH_CORE_DIR")
+    return PathFinder.find_spec(f"fasth._core_{level}", [directory] if directory else list(fasth.__path__))
+
+
+# Loaded here, and not at the first call, which torch.compile may be tracing. What goes wrong is an error at that call.
+_core: ModuleType | Exception | None
+try:
+    _core = _load_best()
+except (ImportError, ValueError) as error:
+    _core = error

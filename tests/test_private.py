@@ -1,0 +1,81 @@
+"""The private names of PyTorch: all are in one file, and mean what it takes them to mean."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import fasth
+from fasth import private
+
+PRIVATE = re.compile(
+    r"\btorch(\.\w+)*\._[a-z]\w*|from torch(\.\w+)*\._\w+|import torch(\.\w+)*\._\w+|forward_ad\._\w+"
+    r"|\._(version|parameters|buffers|modules|\w*hooks|flat_weights\w*|reversed_padding\w*|op)\b"
+)
+
+
+def test_all_private_names_are_in_one_file() -> None:
+    folder = Path(fasth.__file__).parent
+    found = {
+        (path.relative_to(folder).as_posix(), match.group())
+        for path in folder.rglob("*.py")
+        for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))
+    }
+    names = {name for path, name in found if path == "private.py"}
+    assert {path for path, _ in found} == {"private.py"}, found
+    assert len(names) <= 5, names  # of the library; hooks of a module count as one, and so do those of a tensor
+
+
+def test_transforms_are_noticed() -> None:
+    x = torch.randn(3)
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.transform_active())
+        return x.sum()
+
+    assert not private.transform_active()
+    torch.func.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    with forward_ad.dual_level():
+        look(forward_ad.make_dual(x, x))
+    assert seen == [True] * 4
+    assert not private.transform_active()
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: FlopCounterMode(display=False)])
+def test_dispatch_modes_are_noticed(mode) -> None:
+    assert not private.dispatch_mode_active()
+    with mode():
+        assert private.dispatch_mode_active()
+    assert not private.dispatch_mode_active()
+
+
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda *a: None),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda *a: None),
+    "backward": lambda m: m.register_full_backward_hook(lambda *a: None),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda *a: None),
+    "state dict": lambda m: m.register_state_dict_post_hook(lambda *a: None),
+    "state dict pre": lambda m: m.register_state_dict_pre_hook(lambda *a: None),
+    "load": lambda m: m.register_load_state_dict_post_hook(lambda *a: None),
+    "load pre": lambda m: m.register_load_state_dict_pre_hook(lambda *a: None),
+    "gradient": lambda m: m.weight.register_hook(lambda g: g),
+    "accumulated gradient": lambda m: m.weight.register_post_accumulate_grad_hook(lambda p: None),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS.keys())
+def test_hooks_are_counted(register) -> None:
+    layer = nn.Linear(3, 3)
+    assert private.number_of_hooks(layer) == 0
+    register(layer)
+    assert private.number_of_hooks(layer) == 1
