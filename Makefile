@@ -9,15 +9,16 @@ NATIVE := $(shell find native -name '*.[ch]pp' -o -name '*.map' -o -name CMakeLi
 TOOLS := scikit-build-core nanobind cmeel-eigen cmake ninja setuptools wheel
 CORE := build/core
 SANITIZED := build/sanitize
+OTHER := build/torch-$(VERSION)
 
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test lint format bench reproduce study readme phases sanitize clean
+.PHONY: help demo test test-torch lint format bench reproduce study readme phases sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(VENV)/.stamp ## train a digit classifier plain and with SVDs, and compare; ARGS=--quick
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -57,6 +58,16 @@ sanitize: $(VENV)/.stamp ## run the tests on a core built with AddressSanitizer 
 	  LD_PRELOAD="$$(for lib in asan ubsan stdc++; do $${CXX:-c++} -print-file-name=lib$$lib.so; done | xargs)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(BIN)/python -m pytest --capture=sys $(ARGS)
+
+test-torch: ## run the tests with another release of PyTorch, in an environment of its own: VERSION=2.15.0
+	test -n "$(VERSION)" || { echo "say which: make test-torch VERSION=2.15.0"; exit 2; }
+	test -e $(OTHER)/.stamp || { $(PYTHON) -m venv --clear $(OTHER) && grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt; }
+	test -e $(OTHER)/.stamp || PIP_CONSTRAINT=$(abspath $(OTHER))/constraints.txt $(OTHER)/bin/python -m pip install --quiet \
+	  torch==$(VERSION) $(TOOLS)
+	PIP_CONSTRAINT=$(abspath $(OTHER))/constraints.txt $(OTHER)/bin/python -m pip install --quiet --no-build-isolation \
+	  --config-settings=build-dir=build/core-$(VERSION) -e .[dev,reproduce]
+	touch $(OTHER)/.stamp
+	FASTH_CORE_DIR= $(OTHER)/bin/python -m pytest $(ARGS)
 
 clean: ## remove everything that was made here
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

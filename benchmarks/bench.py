@@ -54,12 +54,12 @@ class Bench:
 
 TO_4096, TO_2048 = ([64, 128, 256, 512, 768, 1024, 2048, 4096][:n] for n in (8, 7))
 OF_FASTH = [LINEAR, COMPACT, TRIANGULAR, FULL]
-BOTH = ("step", "forward")
+LAYERS = [NN_LINEAR, LINEAR_ORTHOGONAL, LINEAR_SVD]
 BENCHES = [
-    Bench("layer", OF_FASTH, TO_4096, [64, 256, 1024], 50, BOTH),
+    Bench("layer", OF_FASTH, TO_4096, [64, 256, 1024], 50, ("step", "single", "forward")),
     Bench("rows", OF_FASTH, [256, 512, 1024], [256], 15, rows_per_d=8),
-    Bench("linear", [NN_LINEAR, LINEAR_ORTHOGONAL, LINEAR_SVD], TO_2048, [64, 256, 1024], 50, BOTH),
-    Bench("rnn", [NN_RNN, RNN_SVD], [128, 256], [128], 20, BOTH, rows=STEPS * BATCH),
+    Bench("linear", LAYERS, TO_2048, [64, 256, 1024], 50, ("step", "single", "inference")),
+    Bench("rnn", [NN_RNN, RNN_SVD], [128, 256], [128], 20, ("step", "inference"), rows=STEPS * BATCH),
     *(
         Bench(o.name.split()[0].lower(), [o.standard_method, o.our_method], TO_2048[:6], [64, 256], 15)
         for o in OPERATIONS

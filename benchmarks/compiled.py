@@ -1,6 +1,8 @@
 """Compiled networks beside the same in eager mode: the ratio of their times, for our layers and for nn.Linear.
 
-A step is forward and backward of 32 rows, or as many as asked for. The answers are compared before they are timed.
+A step is forward and backward of 32 rows, or as many as asked for. Inference is within ``fasth.cached()``, and has
+another line: the compiled time as a multiple of that of nn.Linear, compiled. The answers are compared before they are
+timed.
 Run: python benchmarks/compiled.py
 """
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fasth
-from fasth.reproduce.timing import compare
+from fasth.timing import compare
 
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "nn.Linear": nn.Linear,
@@ -40,15 +42,24 @@ def inference(model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter],
     return [model(x)]
 
 
-def ratio(run: Callable[..., list[Tensor]], model: nn.Module, x: Tensor, rounds: int) -> float:
-    """How many times the eager time a compiled call takes."""
-    torch.compiler.reset()
-    parameters, compiled = list(model.parameters()), torch.compile(model, fullgraph=True)
+def verified(run: Callable[..., list[Tensor]], model: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
+    """The call in eager mode and the compiled one."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    compiled = torch.compile(model, fullgraph=True)
     expected = [t.clone() for t in run(model, parameters, x)]
     torch.testing.assert_close(run(compiled, parameters, x), expected, rtol=1e-3, atol=1e-3)
-    calls = {name: lambda one=one: run(one, parameters, x) for name, one in (("eager", model), ("compiled", compiled))}
-    eager, fast = compare(calls, device=x.device, rounds=rounds, min_time=5e-3)
-    return fast.ratio(eager)
+    return {"eager": lambda: run(model, parameters, x), "compiled": lambda: run(compiled, parameters, x)}
+
+
+def ratios(run: Callable[..., list[Tensor]], models: list[nn.Module], x: Tensor, rounds: int) -> list[list[float]]:
+    """For each model the compiled time over its eager time, and over the compiled time of the first model."""
+    torch.compiler.reset()
+    calls = {(i, name): call for i, model in enumerate(models) for name, call in verified(run, model, x).items()}
+    timings = compare({str(key): call for key, call in calls.items()}, device=x.device, rounds=rounds, min_time=5e-3)
+    median = dict(zip(calls, (timing.median for timing in timings), strict=True))
+    every = range(len(models))
+    over_eager = [median[i, "compiled"] / median[i, "eager"] for i in every]
+    return [over_eager, [median[i, "compiled"] / median[0, "compiled"] for i in every]]
 
 
 def main() -> None:
@@ -60,13 +71,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     print(f"compiled over eager, {options.depth} layers with ReLU between them, {torch.get_num_threads()} threads")
-    print(f"{'d':>5} {'':>10}", *(f"{name:>17}" for name in LAYERS))
+    print(f"{'d':>5} {'':>12}", *(f"{name:>17}" for name in LAYERS))
     for d in options.sizes:
         x = torch.randn(options.rows, d)
-        for name, run, training in (("training", step, True), ("inference", inference, False)):
-            models = [network(layer, d, options.depth).train(training) for layer in LAYERS.values()]
-            found = [ratio(run, model, x, options.rounds) for model in models]
-            print(f"{d:>5} {name:>10}", *(f"{r:>17.2f}" for r in found), flush=True)
+        models = [network(layer, d, options.depth) for layer in LAYERS.values()]
+        over_eager, _ = ratios(step, models, x, options.rounds)
+        show(d, "training", over_eager)
+        with fasth.cached():
+            over_eager, over_linear = ratios(inference, models, x, options.rounds)
+        show(d, "inference", over_eager)
+        show(d, "× nn.Linear", over_linear)
+
+
+def show(d: int, what: str, found: list[float]) -> None:
+    print(f"{d:>5} {what:>12}", *(f"{ratio:>17.2f}" for ratio in found), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,19 @@ def tables(results: dict[str, Any]) -> list[Table]:
     def sized(title: str, experiment: str, what: str, yardstick: str = LINEAR.name) -> Table:
         return _by_size(title, select(results, experiment, what=what), yardstick)
 
+    of_matrix = "one orthogonal matrix as multiples of F.linear"
     of_linear, of_rnn = "layers as multiples of nn.Linear", "RNNSVD as multiples of nn.RNN"
     made = [
         sized(f"Training step, 32 rows, {of_linear}", "linear", "step", NN_LINEAR.name),
-        sized(f"Inference in eval mode, 32 rows, {of_linear}", "linear", "forward", NN_LINEAR.name),
+        sized(f"Training step, 32 rows, single calls in turns, {of_linear}", "linear", "single", NN_LINEAR.name),
+        sized(f"Inference within cached(), 32 rows, {of_linear}", "linear", "inference", NN_LINEAR.name),
         sized(f"Training step, 100 time steps, 32 sequences, {of_rnn}", "rnn", "step", NN_RNN.name),
-        sized(f"Inference in eval mode, 100 time steps, 32 sequences, {of_rnn}", "rnn", "forward", NN_RNN.name),
+        sized(f"Inference within cached(), 100 time steps, 32 sequences, {of_rnn}", "rnn", "inference", NN_RNN.name),
         _operations(results),
-        sized("Training step, 32 rows, one orthogonal matrix as multiples of F.linear", "layer", "step"),
-        sized("Forward without gradients, 32 rows, one orthogonal matrix as multiples of F.linear", "layer", "forward"),
-        sized("Training step, 8·d rows, one orthogonal matrix as multiples of F.linear", "rows", "step"),
+        sized(f"Training step, 32 rows, {of_matrix}", "layer", "step"),
+        sized(f"Training step, 32 rows, single calls in turns, {of_matrix}", "layer", "single"),
+        sized(f"Forward without gradients, 32 rows, {of_matrix}", "layer", "forward"),
+        sized(f"Training step, 8·d rows, {of_matrix}", "rows", "step"),
         *_by_method(select(results, "peers", what="step")),
     ]
     return [table for table in made if table.rows]
