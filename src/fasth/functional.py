@@ -114,7 +114,7 @@ def svd_linear(
             its rows right of the diagonal, U's as its columns below it.
         bias: (n,).
         form: with "signed" reflectors, compact ones, sigma_i is multiplied by the signs of the entries (i, i) of U and
-            V, or of the matrix that holds both: −1 where that is negative. They get no gradient.
+            V, or of the matrix that holds both: −1 where that is negative. Their gradient is ``sign_guard``'s.
 
     Returns:
         (*, n).

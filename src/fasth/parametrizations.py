@@ -121,8 +121,8 @@ class OrthogonalWeight(_Weight):
     """X ↦ (H₁⋯H_k diag(signs))[:, :k], or its transpose where X is wide.  X: (*b, n, m) → (*b, n, m), k = min(n, m).
 
     The reflectors are the columns of X below its diagonal, or its rows right of it, where it is wide; each has a 1 on
-    the diagonal that is not stored. What is stored there has the sign of the column, and gets no gradient. This is how
-    ``torch.nn.utils.parametrizations.orthogonal`` holds its Householder map, too.
+    the diagonal that is not stored. What is stored there has the sign of the column, and a gradient only to keep it.
+    This is how ``torch.nn.utils.parametrizations.orthogonal`` holds its Householder map, too.
     """
 
     map_of_torch: str | None = None  # that of a checkpoint of torch's parametrization

@@ -30,7 +30,7 @@ class SVDFactors(Factored):
     The reflectors of U and V, and the signs of their columns, which reflections leave open:
         compact: one parameter ``reflectors``: (n, m). Below its diagonal stand U's, as columns, right of it V's, as
             rows, each with a 1 on the diagonal that is not stored. What is stored there is the sign of column i, that
-            of U times that of V, as the sign of the entry; it gets no gradient.
+            of U times that of V, as the sign of the entry. Its gradient only keeps that sign: ``sign_guard``.
         full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row, and ``signs``: (2, k), ±1, of U's and
             of V's columns. That is a parameter that is not trained.
         of rank k < min(n, m): two parameters, (k, n) and (k, m), one reflector a row: ``U`` and ``V`` if they are full,
