@@ -65,7 +65,7 @@ test-torch: ## run the tests with another release of PyTorch, in an environment 
 	test -e $(OTHER)/.stamp || PIP_CONSTRAINT=$(abspath $(OTHER))/constraints.txt $(OTHER)/bin/python -m pip install --quiet \
 	  torch==$(VERSION) $(TOOLS)
 	PIP_CONSTRAINT=$(abspath $(OTHER))/constraints.txt $(OTHER)/bin/python -m pip install --quiet --no-build-isolation \
-	  --config-settings=build-dir=build/core-$(VERSION) -e .[dev,reproduce]
+	  --config-settings=build-dir=build/core-$(VERSION) -e .[dev,flows,reproduce]
 	touch $(OTHER)/.stamp
 	FASTH_CORE_DIR= $(OTHER)/bin/python -m pytest $(ARGS)
 
@@ -78,7 +78,7 @@ $(VENV)/.tools: pyproject.toml constraints.txt
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	rm -f $@
 	$(PIP) install --quiet $(TOOLS)
-	$(PIP) install --quiet --no-build-isolation --config-settings=wheel.cmake=false -e .[dev,reproduce]
+	$(PIP) install --quiet --no-build-isolation --config-settings=wheel.cmake=false -e .[dev,flows,reproduce]
 	touch $@
 
 # The package again, now with its core compiled.
@@ -86,7 +86,7 @@ $(VENV)/.stamp: $(VENV)/.tools $(NATIVE)
 	$(PIP) install --quiet --no-deps --no-build-isolation --config-settings=build-dir=$(CORE) -e .
 	touch $@
 
-# What the benchmarks compare with. Without their dependencies: torch is there, and tensorboard is not needed.
+# What the benchmarks compare with, but for nflows, which the tests need too. What they depend on is there.
 $(VENV)/.peers: $(VENV)/.stamp
-	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder nflows
+	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder
 	touch $@

@@ -176,6 +176,7 @@ def test_a_singular_layer() -> None:
         (lambda: LinearOrthogonal(3, 4), ValueError, "`SVDTransform` needs a square layer"),
         (lambda: Conv2dSVD(3, 3, 2), ValueError, "`SVDTransform` needs a 1×1 kernel, equal channels, stride 1"),
         (lambda: Conv1dSVD(3, 3, 1, padding=1), ValueError, "`SVDTransform` needs a 1×1 kernel"),
+        (lambda: LinearSVD(3, 3, rank=2), ValueError, "`SVDTransform` needs a layer of full rank; got LinearSVD"),
         (lambda: nn.Linear(3, 3), TypeError, "`layer` should be one of LinearSVD, .*; got Linear"),
         (lambda: RNNSVD(3, 3), TypeError, "`layer` should be one of LinearSVD, .*; got RNNSVD"),
     ],

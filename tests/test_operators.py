@@ -355,6 +355,16 @@ def test_truncation(problem: Problem, precise: torch.dtype, device: str) -> None
             assert kept.U is W.U and kept.V is W.V
 
 
+def test_gradient_of_a_singular_log_determinant(precise: torch.dtype) -> None:
+    """The entry that is zero gets none, and all others theirs: no NaN and no infinity spoils a step or its norm."""
+    sigma = torch.tensor([2.0, 0.0, -0.5, -0.0], dtype=precise, requires_grad=True)
+    V = torch.randn(4, 4, dtype=precise)
+    for matrix in (SVD(V, sigma, V), Symmetric(V, sigma)):
+        assert matrix.logabsdet().item() == -torch.inf
+        (gradient,) = torch.autograd.grad(matrix.logabsdet(), sigma)
+        torch.testing.assert_close(gradient, torch.tensor([0.5, 0, -2, 0], dtype=precise))
+
+
 def test_truncation_where_singular_values_are_equal(precise: torch.dtype) -> None:
     W = SVD(torch.randn(10, 10, dtype=precise), torch.ones(10, dtype=precise), torch.randn(10, 10, dtype=precise))
     for rank in range(1, 11):

@@ -36,12 +36,17 @@ def a_run(**settings) -> training.Run:
     }  # fmt: skip
 
 
+def forget_images():
+    data.pixels.cache_clear()
+    data.images.cache_clear()
+
+
 @pytest.fixture
 def without_images(monkeypatch):
     monkeypatch.setattr(data, "FOLDERS", {})
-    data.images.cache_clear()
+    forget_images()
     yield
-    data.images.cache_clear()
+    forget_images()
 
 
 def test_images_of_the_mnist_format(tmp_path, monkeypatch):
@@ -55,9 +60,9 @@ def test_images_of_the_mnist_format(tmp_path, monkeypatch):
             else:
                 path.write_bytes(content)
     monkeypatch.setattr(data, "FOLDERS", {"these": tmp_path})
-    data.images.cache_clear()
+    forget_images()
     found = data.images()
-    data.images.cache_clear()
+    forget_images()
     assert found.name == "these" and found.test.classes.tolist() == [1, 0, 2]
     expected = torch.from_numpy(pixels).float()
     torch.testing.assert_close(found.training.inputs, (expected - expected.mean()) / expected.std())

@@ -147,10 +147,14 @@ class SVD(Matrix):
         return SLogDet(sign.expand(logabsdet.shape), logabsdet)
 
     def logabsdet(self) -> Tensor:
-        """log|det W| = Σ log|sigma|: (*b).  −inf if W is singular. O(n) operations."""
+        """log|det W| = Σ log|sigma|: (*b).  O(n) operations.
+
+        If W is singular it is −inf; a sigma that is 0 then has the gradient 0, and the others have theirs, 1/sigma.
+        """
         self._check_square("logabsdet")
         values, batch = self._values(), self._batch()
-        total = values.abs().log().sum(-1)
+        zero = values == 0  # where autograd has 0/0
+        total = torch.where(zero, 1, values).abs().log().masked_fill(zero, -math.inf).sum(-1)
         return total if total.shape == batch else total.expand(batch)
 
     def norm(self, ord: str | int = "fro") -> Tensor:

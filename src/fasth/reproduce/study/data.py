@@ -40,6 +40,15 @@ class Images(NamedTuple):
     test: Examples
 
 
+class Pixels(NamedTuple):
+    """Grey images, (n, height, width), as whole numbers from 0 to levels − 1, of ten classes."""
+
+    name: str
+    levels: int
+    training: Examples
+    test: Examples
+
+
 class Split(NamedTuple):
     """Of anything: what to learn from, and what to be tested on."""
 
@@ -48,7 +57,7 @@ class Split(NamedTuple):
 
 
 @cache
-def images() -> Images:
+def pixels() -> Pixels:
     """Fashion-MNIST or MNIST where one is installed, else scikit-learn's digits, of which a fifth is for the test."""
     for name, folder in FOLDERS.items():
         if folder.exists():
@@ -56,13 +65,22 @@ def images() -> Images:
                 Examples(_idx(folder, f"{part}-images-idx3-ubyte").float(), _idx(folder, f"{part}-labels-idx1-ubyte"))
                 for part in ("train", "t10k")
             )
-            return _standardised(name, training, test)
-    pixels, classes = _digits()
+            return Pixels(name, 256, training, test)
+    values, classes = _digits()
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
     training, test = (
-        Examples(pixels[part].view(-1, 8, 8), classes[part]) for part in order.tensor_split([len(order) * 4 // 5])
+        Examples(values[part].view(-1, 8, 8), classes[part]) for part in order.tensor_split([len(order) * 4 // 5])
     )
-    return _standardised("digits", training, test)
+    return Pixels("digits", 17, training, test)
+
+
+@cache
+def images() -> Images:
+    """``pixels`` with mean 0 and variance 1."""
+    name, _, training, test = pixels()
+    mean, deviation = training.inputs.mean(), training.inputs.std()
+    scaled = (Examples((part.inputs - mean) / deviation, part.classes.long()) for part in (training, test))
+    return Images(name, *scaled)
 
 
 @cache
@@ -102,12 +120,6 @@ def table() -> Table:
 def _digits() -> tuple[Tensor, Tensor]:
     pixels, classes = load_digits(return_X_y=True)
     return torch.tensor(pixels, dtype=torch.float32), torch.tensor(classes)
-
-
-def _standardised(name: str, training: Examples, test: Examples) -> Images:
-    mean, deviation = training.inputs.mean(), training.inputs.std()
-    scaled = (Examples((part.inputs - mean) / deviation, part.classes.long()) for part in (training, test))
-    return Images(name, *scaled)
 
 
 def _idx(folder: Path, name: str) -> Tensor:

@@ -1,20 +1,16 @@
-"""Invertible layers as transforms of ``torch.distributions``, for normalizing flows."""
+"""Invertible layers as transforms of ``torch.distributions``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions.transforms import Transform
 
-from fasth.nn import Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.flows.layer import event_shape, invertible, logabsdet, of_any_batch
 
 __all__ = ["SVDTransform"]
-
-_LINEAR = (LinearSVD, LinearSymmetric, LinearOrthogonal)
-_CONV = (Conv1dSVD, Conv2dSVD)
 
 
 class SVDTransform(Transform, nn.Module):
@@ -43,37 +39,20 @@ class SVDTransform(Transform, nn.Module):
 
     def __init__(self, layer: nn.Module, cache_size: int = 0) -> None:
         super().__init__(cache_size=cache_size)
-        self.layer: Any = layer
-        if isinstance(layer, _LINEAR):
-            layer._check_square("SVDTransform")
-            event_dim = 1
-        elif isinstance(layer, _CONV):
-            layer._check_invertible("SVDTransform")
-            event_dim = 1 + len(layer.kernel_size)
-        else:
-            names = ", ".join(kind.__name__ for kind in (*_LINEAR, *_CONV))
-            raise TypeError(f"`layer` should be one of {names}; got {type(layer).__name__}")
-        self.domain = self.codomain = constraints.independent(constraints.real, event_dim)
+        self.layer: Any = invertible(layer)
+        self.domain = self.codomain = constraints.independent(constraints.real, len(event_shape(layer)))
 
     def with_cache(self, cache_size: int = 1) -> SVDTransform:
         return self if cache_size == self._cache_size else SVDTransform(self.layer, cache_size)
 
     def _call(self, x: Tensor) -> Tensor:
-        return self._of_events(self.layer, x)
+        return of_any_batch(self.layer, self.layer, x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        return self._of_events(self.layer.inverse, y)
-
-    def _of_events(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A convolution takes one dimension as batch, or none."""
-        if x.ndim - self.event_dim < 2 or self.event_dim == 1:
-            return function(x)
-        return function(x.flatten(0, -self.event_dim - 1)).reshape(x.shape)
+        return of_any_batch(self.layer.inverse, self.layer, y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        batch = x.ndim - self.event_dim
-        positions = x.shape[batch + 1 :]  # after the channels of a convolution
-        return self.layer.logabsdet(*positions).expand(x.shape[:batch])
+        return logabsdet(self.layer, x)
 
     # A Transform compares by identity, and is then not hashable; a module has to be.
     __hash__ = nn.Module.__hash__

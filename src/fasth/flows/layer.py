@@ -1,0 +1,75 @@
+"""What a flow asks of a layer: y = W x + bias and x of y, each with its log-determinant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fasth.nn import Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.nn.factors import SVDFactors
+
+_LINEAR = (LinearSVD, LinearSymmetric, LinearOrthogonal)
+_CONV = (Conv1dSVD, Conv2dSVD)
+
+
+def invertible(layer: nn.Module) -> Any:
+    """The layer, if it can have an inverse: a square linear one or a 1×1 convolution, of full rank."""
+    if isinstance(layer, _LINEAR):
+        layer._check_square("SVDTransform")
+    elif isinstance(layer, _CONV):
+        layer._check_invertible("SVDTransform")
+    else:
+        names = ", ".join(kind.__name__ for kind in (*_LINEAR, *_CONV))
+        raise TypeError(f"`layer` should be one of {names}; got {type(layer).__name__}")
+    if isinstance(layer, SVDFactors) and layer._is_thin:
+        raise ValueError(f"`SVDTransform` needs a layer of full rank; got {layer}")
+    return layer
+
+
+def event_shape(layer: Any) -> tuple[int | str, ...]:
+    """The shape of one sample: (features,), (channels, length) or (channels, height, width), sizes where known."""
+    if isinstance(layer, _LINEAR):
+        return (layer.in_features,)
+    return (layer.in_channels, *(("length",) if len(layer.kernel_size) == 1 else ("height", "width")))
+
+
+def written(shape: tuple[int | str, ...]) -> str:
+    """For messages: (3, height, width), without the quotes that Python puts around its words."""
+    return str(shape).replace("'", "")
+
+
+def forward(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """y = W x + bias and log |det ∂y/∂x|.  x: (batch, *event) → (batch, *event) and (batch,)."""
+    _check_batch(layer, x)
+    return layer(x), logabsdet(layer, x)
+
+
+def inverse(layer: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x = W⁻¹ (y − bias) and log |det ∂x/∂y|.  y: (batch, *event) → (batch, *event) and (batch,)."""
+    _check_batch(layer, y)
+    return layer.inverse(y), -logabsdet(layer, y)
+
+
+def logabsdet(layer: Any, x: Tensor) -> Tensor:
+    """log |det| of the layer as a map of one sample, for every sample.  x: (*, *event) → (*)."""
+    batch = x.ndim - len(event_shape(layer))
+    positions = x.shape[batch + 1 :]  # after the channels of a convolution
+    # A copy: what flow libraries sum determinants into must not be one number seen many times.
+    return layer.logabsdet(*positions).expand(x.shape[:batch]).clone()
+
+
+def of_any_batch(function: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:
+    """``function``, the layer or its inverse, of x: (*, *event). A convolution takes one batch dimension, or none."""
+    batch = x.ndim - len(event_shape(layer))
+    if batch < 2 or isinstance(layer, _LINEAR):
+        return function(x)
+    return function(x.flatten(0, batch - 1)).reshape(x.shape)
+
+
+def _check_batch(layer: Any, x: Tensor) -> None:
+    expected = event_shape(layer)
+    if x.ndim != 1 + len(expected) or x.shape[1] != expected[0]:
+        shape = written(("batch", *expected))
+        raise ValueError(f"the input should have shape {shape} to match {layer}; got {tuple(x.shape)}")
