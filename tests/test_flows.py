@@ -24,6 +24,7 @@ from torch.distributions.transforms import TanhTransform
 from twins import FORMS, perturbed
 
 from fasth import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, SVDTransform, spectrum
+from fasth.flows import whiten_
 
 POSITIVE = spectrum.positive()
 LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
@@ -167,6 +168,57 @@ def test_a_singular_layer() -> None:
     assert (transform.log_abs_det_jacobian(x, y) == -torch.inf).all()
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         transform.inv(y)
+
+
+WHITENED = {name: case for name, case in LAYERS.items() if name not in ("LinearOrthogonal", "LinearSVD, no bias")}
+
+
+@pytest.mark.parametrize(("make", "event"), WHITENED.values(), ids=WHITENED.keys())
+@pytest.mark.parametrize("form", FORMS)
+def test_whitened_layer_gives_uncorrelated_outputs(make: Any, event: tuple[int, ...], form: str) -> None:
+    layer = perturbed(make(dtype=torch.float64, reflectors=form))
+    d = event[0]
+    U, _, Vh = torch.linalg.svd(layer.weight.reshape(d, d))
+    channels = torch.randn(d, d, dtype=torch.float64) + 2 * torch.eye(d)
+    x = torch.einsum("ij,bj...->bi...", channels, torch.randn(500, *event, dtype=torch.float64)) + 3
+    assert whiten_(layer, x) is layer
+    y = layer(x).movedim(1, -1).reshape(-1, d)
+    torch.testing.assert_close(y.mean(0), torch.zeros(d, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        y.mT.cov(correction=0).reshape(d, d), torch.eye(d, dtype=torch.float64), atol=1e-6, rtol=0
+    )
+    W = layer.weight.reshape(d, d)
+    U_now, _, Vh_now = torch.linalg.svd(W)
+    torch.testing.assert_close(U_now @ Vh_now, U @ Vh, atol=1e-6, rtol=0)
+
+
+def test_whitening_keeps_to_the_spectrum_and_the_condition_number() -> None:
+    x = torch.randn(500, 4, dtype=torch.float64) * torch.tensor([1.0, 1e-2, 1e-9, 0])
+    layer = whiten_(LinearSVD(4, 4, dtype=torch.float64), x)
+    torch.testing.assert_close(layer.svd.cond().item(), 100.0)
+    layer = whiten_(LinearSVD(4, 4, dtype=torch.float64, spectrum=spectrum.between(0.5, 2)), x)
+    assert 0.5 <= layer.svd.norm(-2) and layer.svd.norm(2) <= 2
+    assert whiten_(LinearSVD(4, 4, bias=False), x.float()).bias is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "error", "message"),
+    [
+        (LinearOrthogonal(4, 4), torch.randn(9, 4), TypeError, "`layer` should have singular values"),
+        (nn.Linear(4, 4), torch.randn(9, 4), TypeError, "`layer` should be one of"),
+        (LinearSVD(4, 4), torch.randn(9, 5), ValueError, r"the input should have shape \(batch, 4\)"),
+        (LinearSVD(4, 4), torch.randn(1, 4), ValueError, "`x` should be finite, and not the same in all rows"),
+        (LinearSVD(4, 4), torch.full((9, 4), torch.nan), ValueError, "`x` should be finite"),
+    ],
+)
+def test_errors_of_whitening(layer: nn.Module, x: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        whiten_(layer, x)
+
+
+def test_whitening_takes_an_eps_between_zero_and_one() -> None:
+    with pytest.raises(ValueError, match="`eps` should be above 0 and at most 1; got 0"):
+        whiten_(LinearSVD(4, 4), torch.randn(9, 4), eps=0)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def written(shape: tuple[int | str, ...]) -> str:
 
 def forward(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """y = W x + bias and log |det ∂y/∂x|.  x: (batch, *event) → (batch, *event) and (batch,)."""
-    _check_batch(layer, x)
+    check_batch(layer, x)
     return layer(x), logabsdet(layer, x)
 
 
 def inverse(layer: Any, y: Tensor) -> tuple[Tensor, Tensor]:
     """x = W⁻¹ (y − bias) and log |det ∂x/∂y|.  y: (batch, *event) → (batch, *event) and (batch,)."""
-    _check_batch(layer, y)
+    check_batch(layer, y)
     return layer.inverse(y), -logabsdet(layer, y)
 
 
@@ -68,7 +68,7 @@ def of_any_batch(function: Callable[[Tensor], Tensor], layer: Any, x: Tensor) ->
     return function(x.flatten(0, batch - 1)).reshape(x.shape)
 
 
-def _check_batch(layer: Any, x: Tensor) -> None:
+def check_batch(layer: Any, x: Tensor) -> None:
     expected = event_shape(layer)
     if x.ndim != 1 + len(expected) or x.shape[1] != expected[0]:
         shape = written(("batch", *expected))

@@ -1,0 +1,54 @@
+"""A start for a flow's layer that is chosen by data."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fasth.flows.layer import check_batch, invertible
+from fasth.nn import LinearOrthogonal
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+@torch.no_grad()
+def whiten_(layer: Layer, x: Tensor, eps: float = 1e-4) -> Layer:
+    """Makes W = U Vᵀ C^(−½), with C the covariance of x: then ``layer(x)`` has covariance I, and mean 0 with a bias.
+
+    U Vᵀ is the orthogonal matrix that the layer has, and keeps: a rotation after ``init="haar"``, none after
+    ``init="identity"``. The singular values become 1/√λ for the eigenvalues λ of C, each with the directions of the
+    data that it belongs to, which is where training from equal singular values has to find them first.
+    ``docs/flows.md`` shows what that gains. Costs an eigendecomposition of C and an SVD.
+
+    Args:
+        layer: as ``fasth.SVDTransform`` takes it, but not ``LinearOrthogonal``, which has no scale to learn.
+        x: (batch, d) for a linear layer; (batch, channels, length) or (batch, channels, height, width) for a
+            convolution, whose covariance is that of the channels at all positions. A thousand rows or more: with few
+            of them C fits these and no others.
+        eps: eigenvalues below ``eps`` times the largest count as that. So the condition number of W is at most 1/√eps.
+
+    Returns:
+        The layer. Singular values that its spectrum does not have are replaced as in ``set_weight_``.
+    """
+    checked = invertible(layer)
+    if isinstance(layer, LinearOrthogonal):
+        raise TypeError("`layer` should have singular values; got LinearOrthogonal, whose weight has no scale")
+    if not 0 < eps <= 1:
+        raise ValueError(f"`eps` should be above 0 and at most 1; got {eps}")
+    check_batch(checked, x)
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1]).double()
+    d = rows.shape[1]
+    C = rows.mT.cov(correction=0).reshape(d, d)
+    if not 0 < C.trace() < torch.inf:
+        raise ValueError(f"`x` should be finite, and not the same in all rows; got shape {tuple(x.shape)}")
+    values, axes = torch.linalg.eigh(C)
+    scales = values.clamp(min=eps * values[-1]).rsqrt()
+    weight = checked.weight
+    U, _, Vh = torch.linalg.svd(weight.double().reshape(d, d))
+    W = U @ Vh @ (axes * scales) @ axes.mT
+    checked.set_weight_(W.to(weight.dtype).reshape(weight.shape))
+    if checked.bias is not None:
+        checked.bias.copy_(-(checked.weight.double().reshape(W.shape) @ rows.mean(0)))
+    return layer
