@@ -20,18 +20,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from flow_models import MIXERS, OURS, STARTS, Flow, installed
+from flow_models import OURS, STARTS, installed
+from flow_training import BATCH, DATA, SAMPLES, Record, Run, images, inverse_error, new_flow, train, training_step
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Shown
-from torch import Generator, Tensor
+from torch import Generator
 
 import fasth
 from fasth import files
@@ -40,66 +39,7 @@ from fasth.reproduce.study import data
 from fasth.reproduce.tables import Table, markdown
 from fasth.timing import compare
 
-Record = dict[str, Any]
-
 HERE = Path(__file__).parents[1]
-BATCH, FIRST_BATCH, WARM_UP, CHECKS, POINTS = 64, 1024, 50, 8, 40
-HELD_OUT = 1000  # images each, for validation and for the test
-SAMPLES, TEMPERATURE = 12, 0.7
-
-
-@dataclass(frozen=True)
-class Data:
-    """Whole numbers, scaled. With noise between one and the next they are continuous, which a density needs."""
-
-    unit: str
-    training: Tensor
-    validation: Tensor
-    test: Tensor
-    spacing: Tensor  # of the numbers, after scaling
-    score: Callable[[float], float]  # of −log p in nats
-
-    def noisy(self, x: Tensor, generator: Generator) -> Tensor:
-        return x + self.spacing * torch.rand(x.shape, generator=generator)
-
-    def batch(self, size: int, generator: Generator) -> Tensor:
-        return self.noisy(self.training[torch.randint(len(self.training), (size,), generator=generator)], generator)
-
-
-@cache
-def images() -> Data:
-    """Pixels from −½ to ½, and bits for each of them."""
-    _, levels, training, test = data.pixels()
-    scaled, last = ((part.inputs / levels - 0.5).unsqueeze(1) for part in (training, test))
-    held_out = min(HELD_OUT, len(scaled) // 5)
-    dimensions = scaled[0].numel()
-    return Data(
-        unit="bits/dim",
-        training=scaled[:-held_out],
-        validation=scaled[-held_out:],
-        test=last[:HELD_OUT],
-        spacing=torch.tensor(1 / levels),
-        score=lambda nats: nats / dimensions / math.log(2) + math.log2(levels),
-    )
-
-
-@cache
-def table() -> Data:
-    """Columns of variance 1, and nats for a row."""
-    found = data.table()
-    validation = torch.arange(len(found.training)) % 5 == 4
-    first = found.unit / 2  # the noise here is from 0 to 1, and the columns have mean 0 with it
-    return Data(
-        unit="nats",
-        training=found.training[~validation] - first,
-        validation=found.training[validation] - first,
-        test=found.test - first,
-        spacing=found.unit,
-        score=lambda nats: nats,
-    )
-
-
-DATA = {"images": images, "table": table}
 
 
 @dataclass(frozen=True)
@@ -113,25 +53,12 @@ class Grid:
 
 
 FULL = Grid(
-    {"images": (0.003, 0.006, 0.012, 0.024), "table": (0.001, 0.002, 0.004)},
-    tuple(STARTS),
-    3,
-    {"images": 500, "table": 600},
+    rates={"images": (0.003, 0.006, 0.012, 0.024), "table": (0.001, 0.002, 0.004)},
+    starts=STARTS,
+    seeds=3,
+    steps={"images": 400, "table": 600},
 )
-QUICK = Grid({"images": (0.006,), "table": (0.002,)}, ("whitening",), 1, {"images": 100, "table": 300})
-
-
-@dataclass(frozen=True)
-class Run:
-    task: str
-    mixer: str
-    start: str
-    lr: float
-    seed: int
-    steps: int
-
-    def name(self) -> str:
-        return f"{self.task}, {self.mixer}, {self.start}, {self.lr:g}, seed {self.seed}, {self.steps} steps"
+QUICK = Grid({"images": (0.012,), "table": (0.002,)}, ("whitening",), 1, {"images": 100, "table": 300})
 
 
 def sweep(grid: Grid, tasks: Iterable[str], mixers: Iterable[str]) -> list[Run]:
@@ -152,68 +79,6 @@ def finals(swept: Sequence[Run], records: Sequence[Record], grid: Grid) -> list[
     return [
         replace(run_of(winner.records[0]), seed=seed) for winner in winners if winner for seed in range(1, grid.seeds)
     ]
-
-
-def new_flow(run: Run) -> Flow:
-    """The seed gives the matrices to start from and the coupling nets, the same for every mixer."""
-    torch.manual_seed(run.seed)
-    return Flow(tuple(DATA[run.task]().training.shape[1:]), MIXERS[run.mixer], run.start)
-
-
-def train(run: Run, samples: Path | None = None) -> Record:
-    """What came of a run: the scores at the best of some checks on validation data, which is the last one unless it
-    overfits; the curve of the training loss; and how far the inverse is from undoing the flow.
-    """
-    task, flow, generator = DATA[run.task](), new_flow(run), Generator().manual_seed(1000 + run.seed)
-    flow(task.batch(FIRST_BATCH, generator), normalize=True)
-    optimizer = torch.optim.Adam(fasth.param_groups(flow, lr=run.lr))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate_at(i, run.steps))
-    losses, scores = [], {"validation": math.inf, "test": math.inf}
-    for i in range(1, run.steps + 1):
-        losses.append(training_step(flow, task.batch(BATCH, generator), optimizer))
-        schedule.step()
-        if i * CHECKS % run.steps < CHECKS and (now := nats(flow, task, "validation")) < scores["validation"]:
-            scores = {"validation": now, "test": nats(flow, task, "test")}
-    parts = torch.tensor(losses, dtype=torch.float64).tensor_split(min(POINTS, run.steps))
-    if samples is not None:
-        torch.manual_seed(run.seed)
-        torch.save(flow.sample(SAMPLES, TEMPERATURE), samples)
-    return {
-        **{part: finite(task.score(value)) for part, value in scores.items()},
-        "curve": [finite(task.score(part.mean().item())) for part in parts],
-        "inverse": inverse_error(flow, task),
-    }
-
-
-def rate_at(i: int, steps: int) -> float:
-    """The rate rises from zero, and falls back to it as a cosine."""
-    return min(1, (i + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * i / steps))
-
-
-def training_step(flow: Flow, x: Tensor, optimizer: torch.optim.Optimizer) -> float:
-    optimizer.zero_grad()
-    loss = flow.nats(x).mean()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-@torch.no_grad()
-def nats(flow: Flow, task: Data, part: str) -> float:
-    x = task.noisy(getattr(task, part), Generator().manual_seed(0))
-    return torch.cat([flow.nats(rows) for rows in x.split(500)]).double().mean().item()
-
-
-@torch.no_grad()
-def inverse_error(flow: Flow, task: Data) -> float | None:
-    """The largest error of an entry, as a part of the largest entry."""
-    x = task.noisy(task.test[:100], Generator().manual_seed(0))
-    return finite(((flow.inverse(flow(x)[0]) - x).abs().max() / x.abs().max()).item())
-
-
-def finite(value: float) -> float | None:
-    """None for what JSON cannot hold: the run diverged."""
-    return value if math.isfinite(value) else None
 
 
 class Results:
@@ -240,6 +105,8 @@ def train_all(wanted: Sequence[Run], results: Results, workers: int, console: Co
     folder = results.path.parent / "samples"
     folder.mkdir(exist_ok=True)
     todo = [run for run in wanted if not results.of([run])]
+    if not todo:
+        return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(), TextColumn("left:"))
     with (
         ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=one_thread) as pool,
@@ -366,8 +233,8 @@ def draw_curves(records: Sequence[Record], tasks: Sequence[str], mixers: Sequenc
             winner = best(records, task=task, mixer=mixer)
             if winner is None or any(None in record["curve"] for record in winner.records):
                 continue
-            curve = torch.tensor([record["curve"] for record in winner.records]).mean(0)
-            steps = torch.linspace(0, winner.records[0]["steps"], len(curve))
+            curve = torch.tensor([record["curve"] for record in winner.records]).mean(0).tolist()
+            steps = torch.linspace(0, winner.records[0]["steps"], len(curve)).tolist()
             style = {"linewidth": 2.2} if mixer in OURS else {"linewidth": 1.2, "linestyle": "--"}
             panel.plot(
                 steps[2:], curve[2:], label=("fasth " if mixer in OURS else "") + mixer, color=f"C{i % 10}", **style
@@ -391,7 +258,7 @@ def draw_samples(records: Sequence[Record], mixers: Sequence[str], folder: Path,
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for panel, (name, found) in zip(panels, rows.items(), strict=True):
         strip = torch.cat(list(found.squeeze(1)), -1).nan_to_num(0).clamp(-0.5, 0.5)
-        panel.imshow(strip, cmap="gray", vmin=-0.5, vmax=0.5)
+        panel.imshow(strip.numpy(), cmap="gray", vmin=-0.5, vmax=0.5)
         panel.set(xticks=[], yticks=[])
         panel.set_ylabel(name, rotation=0, ha="right", va="center")
     figure.savefig(path, dpi=120)

@@ -2,7 +2,7 @@
 
 A step of the flow is that of Glow: a scale and a shift of each channel, a linear map of the channels, and an affine
 coupling. The linear map, the mixer, is what ``flow.py`` compares. It takes rows, (rows, d): a 1×1 convolution is a
-linear map of the channels of every pixel. Every mixer starts as the same matrix W.
+linear map of the channels of every pixel. Every mixer starts as the same matrix W, but for nflows' QR.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class PLU(nn.Module):
         self.log_s = nn.Parameter(U.diagonal().abs().log())
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        return self.L.tril(-1) + torch.eye(len(self.P)), self.U.triu(1) + (self.signs * self.log_s.exp()).diag()
+        return self.L.tril(-1) + torch.eye(len(self.P), dtype=self.L.dtype), self.U.triu(1) + (
+            self.signs * self.log_s.exp()
+        ).diag()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         L, U = self.factors()
@@ -82,21 +84,36 @@ class PLU(nn.Module):
 
 
 class NFlows(nn.Module):
-    """One of nflows' linear transforms, which start as the identity, after the fixed W."""
+    """One of nflows' linear transforms. All but "QRLinear" start as the identity."""
 
-    def __init__(self, W: Tensor, kind: str, **options: Any) -> None:
+    def __init__(self, kind: str, d: int, **options: Any) -> None:
         super().__init__()
         from nflows import transforms
 
-        self.start, self.transform = Fixed(W), getattr(transforms, kind)(len(W), **options)
+        self.transform = getattr(transforms, kind)(d, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, fixed = self.start(x)
         y, logabsdet = self.transform(x)
-        return y, fixed + logabsdet[0]
+        return y, logabsdet[0]
 
     def inverse(self, y: Tensor) -> Tensor:
-        return self.start.inverse(self.transform.inverse(y)[0])
+        return self.transform.inverse(y)[0]
+
+
+class Chain(nn.Module):
+    """One mixer after the other."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, first = self.first(x)
+        y, second = self.second(x)
+        return y, first + second
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return self.first.inverse(self.second.inverse(y))
 
 
 class Ours(nn.Module):
@@ -117,15 +134,27 @@ def svd(spectrum: Spectrum) -> MixerOf:
     return lambda W: Ours(W, fasth.LinearSVD(*W.shape, bias=False, spectrum=spectrum))
 
 
+def orthogonal(W: Tensor) -> nn.Module:
+    """The orthogonal factor of W, to learn. What else there is to W is fixed."""
+    U, sigma, Vh = torch.linalg.svd(W)
+    mixer = Ours(U @ Vh, fasth.LinearOrthogonal(*W.shape, bias=False))
+    is_orthogonal = torch.allclose(sigma, torch.ones_like(sigma), atol=1e-4)
+    return mixer if is_orthogonal else Chain(Fixed(Vh.mT @ (sigma.unsqueeze(1) * Vh)), mixer)
+
+
+def nflows_after(W: Tensor, kind: str, **options: Any) -> nn.Module:
+    return Chain(Fixed(W), NFlows(kind, len(W), **options))
+
+
 MIXERS: dict[str, MixerOf] = {
     "fixed": Fixed,
     "dense": Dense,
     "PLU": PLU,
-    "nflows LU": lambda W: NFlows(W, "LULinear", identity_init=True),
-    "nflows QR": lambda W: NFlows(W, "QRLinear", num_householder=len(W)),
-    "nflows Householder": lambda W: NFlows(W, "HouseholderSequence", num_transforms=len(W)),
-    "nflows SVD": lambda W: NFlows(W, "SVDLinear", num_householder=len(W)),
-    "orthogonal": lambda W: Ours(W, fasth.LinearOrthogonal(*W.shape, bias=False)),
+    "nflows LU": lambda W: nflows_after(W, "LULinear", identity_init=True),
+    "nflows QR": lambda W: nflows_after(W, "QRLinear", num_householder=len(W)),
+    "nflows Householder": lambda W: nflows_after(W, "HouseholderSequence", num_transforms=len(W)),
+    "nflows SVD": lambda W: nflows_after(W, "SVDLinear", num_householder=len(W)),
+    "orthogonal": orthogonal,
     "free": svd(free()),
     "positive": svd(positive()),
     "between": svd(between(0.1, 10)),
@@ -149,7 +178,7 @@ def start_matrix(start: str, d: int) -> Tensor:
 def whitening(rows: Tensor, smallest: float = 1e-4) -> Tensor:
     """C^(−½), with C the covariance of the rows: what ``fasth.flows.whiten_`` does to a layer, for any mixer."""
     values, axes = torch.linalg.eigh(rows.mT.double().cov())
-    return ((axes * values.clamp(min=smallest * values[-1]).rsqrt()) @ axes.mT).float()
+    return ((axes * values.clamp(min=smallest * values[-1]).rsqrt()) @ axes.mT).to(rows.dtype)
 
 
 class Step(nn.Module):
@@ -157,8 +186,9 @@ class Step(nn.Module):
 
     def __init__(self, d: int, mixer_of: MixerOf, start: str, net: nn.Module) -> None:
         super().__init__()
-        self.mixer_of, self.start, self.W = mixer_of, start, start_matrix(start, d)
-        self.mixer, self.net = mixer_of(self.W), net
+        self.mixer_of, self.start, self.W, self.net = mixer_of, start, start_matrix(start, d), net
+        with torch.random.fork_rng(devices=[]):  # what it draws should not change the nets of other steps
+            self.mixer = mixer_of(self.W)
         self.log_scale, self.shift = nn.Parameter(torch.zeros(d)), nn.Parameter(torch.zeros(d))
 
     @torch.no_grad()

@@ -103,7 +103,8 @@ def test_the_readme_is_filled_from_the_file_and_checked(commands, monkeypatch, t
     measured, page = tmp_path / "results.json", tmp_path / "README.md"
     run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured)
     page.write_text("above\n<!-- bench:start -->\nformer\n<!-- bench:end -->\nbelow\n")
-    where = ("--results", measured, "--readme", page, "--reproduction", tmp_path / "none", "--study", tmp_path / "none")
+    none = tmp_path / "none"
+    where = ("--results", measured, "--readme", page, "--reproduction", none, "--study", none, "--flow", none)
     assert run(readme, monkeypatch, "--check", *where) == 1
     assert "former" in page.read_text()
     assert run(readme, monkeypatch, *where) == 0
@@ -141,10 +142,8 @@ def test_the_readme_shows_the_reproduction(commands, monkeypatch, tmp_path):
     assert main(["reproduce", *grid, "--out", str(folder)]) == 0
     marks = [f"<!-- {name}:{end} -->" for name in ("bench", "reproduce") for end in ("start", "end")]
     page.write_text("\n".join(marks))
-    assert (
-        run(readme, monkeypatch, "--results", measured, "--readme", page, "--reproduction", folder, "--study", tmp_path)
-        == 0
-    )
+    where = ("--results", measured, "--readme", page, "--reproduction", folder, "--study", tmp_path, "--flow", tmp_path)
+    assert run(readme, monkeypatch, *where) == 0
     text = page.read_text()
     assert "| faster than the sequential algorithm, at most | 27.1 | " in text
     assert "![figure-3a](a/folder/figure-3a.png)" in text and "figure-4" not in text

@@ -1,0 +1,93 @@
+"""One linear map of a flow: a training step and the inverse, beside what flows use today.
+
+A step is y = W x with log |det W|, and backward to x and to the parameters; the inverse is x of y, as in sampling. Rows
+are samples, or the pixels of images. Answers are compared with torch.linalg in float64 before they are timed. Single
+calls are timed in turns, and shown as ratios of medians: the step to dense + slogdet's, the inverse to PLU's two
+triangular solves.
+Run: python benchmarks/flow_mixers.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasth.timing import compare
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from flow_models import MIXERS, installed
+
+
+def mixer(name: str, W: Tensor) -> Any:
+    """nflows' transforms alone: in a flow they come after a fixed matrix, which is not theirs to pay for."""
+    made = MIXERS[name](W)
+    return made.second if name.startswith("nflows") else made
+
+
+def verify(name: str, made: Any, x: Tensor) -> None:
+    """That the map is linear with the determinant that it says, and that its inverse undoes it."""
+    d = x.shape[1]
+    with torch.no_grad():
+        y, logabsdet = made(x)
+        W = made(torch.eye(d))[0].mT.double()
+        torch.testing.assert_close(y.double(), x.double() @ W.mT, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logabsdet.double(), torch.linalg.slogdet(W).logabsdet, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(made.inverse(y), x, rtol=1e-3, atol=1e-3)
+
+
+def step(made: nn.Module, x: Tensor) -> Callable[[], object]:
+    parameters = [x, *made.parameters()]
+
+    def call() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        y, logabsdet = made(x)
+        (0.5 * y.square().sum() / len(y) - logabsdet).backward()
+
+    return call
+
+
+def inverse(made: Any, y: Tensor) -> Callable[[], object]:
+    @torch.no_grad()
+    def call() -> None:
+        made.inverse(y)
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[48, 192, 768])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    names = [name for name in installed() if name != "fixed"]
+    print(f"{torch.get_num_threads()} threads, float32; times of dense + slogdet, and of PLU's inverse, in ms")
+    print(f"{'d':>4} {'rows':>5} {'':8} {'ms':>8}", *(f"{name.replace('Householder', 'HH'):>10}" for name in names))
+    for d in options.sizes:
+        for rows in options.rows:
+            torch.manual_seed(0)
+            W, x = torch.linalg.qr(torch.randn(d, d)).Q, torch.randn(rows, d, requires_grad=True)
+            made = {name: mixer(name, W) for name in names}
+            for name, one in made.items():
+                verify(name, one, x)
+            show(d, rows, "step", {name: step(one, x) for name, one in made.items()}, "dense", options.rounds)
+            back = {name: inverse(one, x.detach()) for name, one in made.items()}
+            show(d, rows, "inverse", back, "PLU", options.rounds)
+
+
+def show(d: int, rows: int, what: str, calls: dict[str, Callable[[], object]], yardstick: str, rounds: int) -> None:
+    found = compare(calls, device=torch.device("cpu"), rounds=rounds, min_time=0, time_limit=20)
+    timings = {timing.name: timing for timing in found}
+    ratios = (f"{timing.ratio(timings[yardstick]):>10.2f}" for timing in found)
+    print(f"{d:>4} {rows:>5} {what:8} {timings[yardstick].median * 1e3:>8.2f}", *ratios, flush=True)
+
+
+if __name__ == "__main__":
+    main()
