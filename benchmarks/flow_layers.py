@@ -39,7 +39,7 @@ def sylvester(x: Tensor, V: Tensor, R1: Tensor, R2: Tensor, bias: Tensor) -> tup
 
 def sylvester_loop(x: Tensor, V: Tensor, R1: Tensor, R2: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     M, reflectors = bias.shape[-1], F.normalize(V, dim=-1).unbind(-2)
-    first, second = (R.diagonal(dim1=-2, dim2=-1).tanh() for R in (R1, R2))
+    first, second = (0.999 * R.diagonal(dim1=-2, dim2=-1).tanh() for R in (R1, R2))
     w = reflected(x, reflectors)[..., :M]
     inner = torch.bmm(R2.triu(1) + second.diag_embed(), w.unsqueeze(-1)).squeeze(-1)
     hidden = torch.tanh(inner + bias)

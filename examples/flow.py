@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from flow_models import OURS, STARTS, installed
@@ -47,37 +48,42 @@ class Grid:
     """What is tried: every combination."""
 
     rates: dict[str, Sequence[float]]
-    starts: Sequence[str]
-    seeds: int
+    starts: dict[str, Sequence[str]]
+    seeds: int  # besides that of the sweep
     steps: dict[str, int]
 
 
 FULL = Grid(
     rates={"images": (0.003, 0.006, 0.012, 0.024), "table": (0.001, 0.002, 0.004)},
-    starts=STARTS,
+    starts=dict.fromkeys(DATA, STARTS),
     seeds=3,
     steps={"images": 400, "table": 600},
 )
-QUICK = Grid({"images": (0.012,), "table": (0.002,)}, ("whitening",), 1, {"images": 100, "table": 300})
+QUICK = Grid(
+    rates={"images": (0.006,), "table": (0.002,)},
+    starts={"images": ("whitening",), "table": ("permutation",)},
+    seeds=0,
+    steps={"images": 100, "table": 300},
+)
 
 
 def sweep(grid: Grid, tasks: Iterable[str], mixers: Iterable[str]) -> list[Run]:
-    """Every setting, with the first seed."""
+    """Every setting, with seed 0."""
     return [
-        Run(task, mixer, start, lr, 0, grid.steps[task])
+        Run(task, DATA[task]().name, mixer, start, lr, 0, grid.steps[task])
         for task in tasks
         for mixer in mixers
-        for start in grid.starts
+        for start in grid.starts[task]
         for lr in grid.rates[task]
     ]
 
 
 def finals(swept: Sequence[Run], records: Sequence[Record], grid: Grid) -> list[Run]:
-    """The best setting of each mixer, with the other seeds."""
+    """The best setting of each mixer, with seeds that did not choose it."""
     groups = dict.fromkeys((run.task, run.mixer) for run in swept)
     winners = (best(records, task=task, mixer=mixer) for task, mixer in groups)
     return [
-        replace(run_of(winner.records[0]), seed=seed) for winner in winners if winner for seed in range(1, grid.seeds)
+        replace(run_of(winner.chosen), seed=seed) for winner in winners if winner for seed in range(1, grid.seeds + 1)
     ]
 
 
@@ -139,21 +145,18 @@ def one_thread() -> None:
 
 @dataclass(frozen=True)
 class Best:
-    """Of a mixer: the setting that was best on validation data with the first seed, and its runs, one a seed."""
+    """Of a mixer: the run of seed 0 that was best on validation data, and those of the same setting with other seeds,
+    or, without any, that run itself.
+    """
 
-    start: str
-    lr: float
-    records: list[Record]
+    chosen: Record
+    finals: list[Record]
 
     def __str__(self) -> str:
-        values = [score(record, "test") for record in self.records]
+        values = [score(record, "test") for record in self.finals]
         if math.inf in values:
             return "diverged"
         return written(statistics.fmean(values)) + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
-
-
-def first_seed(winner: Best | None) -> str:
-    return "–" if winner is None else written(winner.records[0]["test"])
 
 
 def score(record: Record, part: str) -> float:
@@ -164,81 +167,75 @@ def best(records: Iterable[Record], **fixed: str) -> Best | None:
     of_first_seed = [record for record in records if record["seed"] == 0 and fixed.items() <= record.items()]
     if not of_first_seed:
         return None
-    winner = min(of_first_seed, key=lambda record: score(record, "validation"))
-    setting = {name: winner[name] for name in ("task", "mixer", "start", "lr")}
-    return Best(winner["start"], winner["lr"], [record for record in records if setting.items() <= record.items()])
+    chosen = min(of_first_seed, key=lambda record: score(record, "validation"))
+    setting = {name: chosen[name] for name in ("task", "mixer", "start", "lr")}
+    others = [record for record in records if record["seed"] and setting.items() <= record.items()]
+    return Best(chosen, others or [chosen])
 
 
 def written(value: float | None) -> str:
     return "diverged" if value is None or math.isinf(value) else f"{value:.3f}" if abs(value) < 10 else f"{value:.2f}"
 
 
-def time_all(
-    tasks: Iterable[str], mixers: Sequence[str], rounds: int, console: Console
-) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of a training step and of sampling, one of each in turns: task → mixer → [step, samples]."""
-    found = {}
-    for name in tasks:
-        console.print(f"Timing {name}")
-        calls: dict[str, Callable[[], object]] = {}
-        for mixer in mixers:
-            flow = new_flow(Run(name, mixer, "rotation", 1e-3, 0, 1))
-            x = DATA[name]().batch(BATCH, Generator().manual_seed(0))
-            flow(x, normalize=True)
-            error = inverse_error(flow, DATA[name]())
-            if error is None or error > 1e-3:
-                raise AssertionError(f"{mixer}: the inverse should undo the flow; it is off by {error}")
-            optimizer = torch.optim.Adam(fasth.param_groups(flow, lr=1e-6))
-            calls[f"{mixer} step"] = lambda flow=flow, x=x, optimizer=optimizer: training_step(flow, x, optimizer)
-            calls[f"{mixer} samples"] = lambda flow=flow: flow.sample(BATCH)
-        timings = {
-            t.name: t.median * 1e3 for t in compare(calls, device=torch.device("cpu"), rounds=rounds, min_time=0)
-        }
-        found[name] = {mixer: [timings[f"{mixer} {what}"] for what in ("step", "samples")] for mixer in mixers}
-    return found
+def time_all(winners: Sequence[Best], rounds: int, console: Console) -> dict[str, list[float]]:
+    """Milliseconds of a training step and of 64 samples of each mixer, at the start that was best for it.
+
+    Single calls in turns, after it was verified that the inverse undoes the flow.
+    """
+    calls: dict[str, Callable[[], object]] = {}
+    for winner in winners:
+        run = run_of(winner.chosen)
+        console.print(f"Timing {run.task}, {run.mixer}")
+        task, flow = DATA[run.task](), new_flow(run)
+        x = task.batch(BATCH, Generator().manual_seed(0))
+        flow(x, normalize=True)
+        error = inverse_error(flow, task)
+        if error is None or error > 1e-3:
+            raise AssertionError(f"{run.mixer}: the inverse should undo the flow; it is off by {error}")
+        optimizer = torch.optim.Adam(fasth.param_groups(flow, lr=1e-6))
+        calls[f"{run.mixer} step"] = lambda flow=flow, x=x, optimizer=optimizer: training_step(flow, x, optimizer)
+        calls[f"{run.mixer} samples"] = lambda flow=flow: flow.sample(BATCH)
+    median = {t.name: 1e3 * t.median for t in compare(calls, device=torch.device("cpu"), rounds=rounds, min_time=0)}
+    mixers = [winner.chosen["mixer"] for winner in winners]
+    return {mixer: [median[f"{mixer} {what}"] for what in ("step", "samples")] for mixer in mixers}
 
 
-def tables(records: Sequence[Record], times: dict[str, dict[str, list[float]]], grid: Grid) -> list[Table]:
-    found = []
-    for task, of_mixers in times.items():
-        unit = DATA[task]().unit
-        columns = ["mixer", f"test, {unit}", "start", "rate"]
-        columns += [f"{start}, one seed" for start in grid.starts] if len(grid.starts) > 1 else []
-        columns += ["largest inverse error", "step, ms", f"{BATCH} samples, ms"]
-        rows = []
-        for mixer, (step, samples) in of_mixers.items():
-            of_mixer = [r for r in records if r["task"] == task and r["mixer"] == mixer]
-            winner = best(of_mixer)
-            if winner is None:
-                continue
-            name = f"**fasth {mixer}**" if mixer in OURS else mixer
-            cells = [name, str(winner), winner.start, f"{winner.lr:g}"]
-            cells += [first_seed(best(of_mixer, start=start)) for start in grid.starts] if len(grid.starts) > 1 else []
-            errors = [record["inverse"] for record in winner.records]
-            error = "not finite" if None in errors else f"{max(errors):.0e}"
-            rows.append([*cells, error, f"{step:.1f}", f"{samples:.1f}"])
-        what = data.pixels().name if task == "images" else "digits as a table"
-        rates = ", ".join(f"{rate:g}" for rate in grid.rates[task])
-        title = f"{what}: {grid.steps[task]} steps of {BATCH}, seeds: {grid.seeds}, rates: {rates}"
-        found.append(Table(title, columns, rows))
-    return found
+def table_of(
+    task: str, winners: Sequence[Best], times: dict[str, list[float]], records: list[Record], grid: Grid
+) -> Table:
+    starts = grid.starts[task] if len(grid.starts[task]) > 1 else ()
+    columns = ["mixer", f"test, {DATA[task]().unit}", "start", "rate", *(f"{start}, one seed" for start in starts)]
+    rows = []
+    for winner in winners:
+        mixer, chosen = winner.chosen["mixer"], winner.chosen
+        of_starts = (best(records, task=task, mixer=mixer, start=start) for start in starts)
+        errors = [record["inverse"] for record in winner.finals]
+        cells = [f"**{label(mixer)}**" if mixer in OURS else mixer, str(winner), chosen["start"], f"{chosen['lr']:g}"]
+        cells += ["–" if one is None else written(one.chosen["test"]) for one in of_starts]
+        cells += ["not finite" if None in errors else f"{max(errors):.0e}", *(f"{ms:.1f}" for ms in times[mixer])]
+        rows.append(cells)
+    rates = ", ".join(f"{rate:g}" for rate in grid.rates[task])
+    title = f"{DATA[task]().name}, {task}: {grid.steps[task]} steps of {BATCH}; rates: {rates}"
+    return Table(title, [*columns, "largest inverse error", "step, ms", f"{BATCH} samples, ms"], rows)
 
 
-def draw_curves(records: Sequence[Record], tasks: Sequence[str], mixers: Sequence[str], path: Path) -> None:
+def label(mixer: str) -> str:
+    return f"fasth {mixer}" if mixer in OURS else mixer
+
+
+def draw_curves(winners: dict[str, list[Best]], path: Path) -> None:
     """The training loss of each mixer at its best setting, the mean over seeds."""
-    figure = Figure(figsize=(6 * len(tasks), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
-    for panel, task in zip(panels, tasks, strict=True):
-        for i, mixer in enumerate(mixers):
-            winner = best(records, task=task, mixer=mixer)
-            if winner is None or any(None in record["curve"] for record in winner.records):
+    figure = Figure(figsize=(6 * len(winners) + 2, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(winners), squeeze=False)[0]
+    for panel, (task, of_task) in zip(panels, winners.items(), strict=True):
+        for i, winner in enumerate(of_task):
+            if any(None in record["curve"] for record in winner.finals):
                 continue
-            curve = torch.tensor([record["curve"] for record in winner.records]).mean(0).tolist()
-            steps = torch.linspace(0, winner.records[0]["steps"], len(curve)).tolist()
-            style = {"linewidth": 2.2} if mixer in OURS else {"linewidth": 1.2, "linestyle": "--"}
-            panel.plot(
-                steps[2:], curve[2:], label=("fasth " if mixer in OURS else "") + mixer, color=f"C{i % 10}", **style
-            )
+            mixer, curve = winner.chosen["mixer"], torch.tensor([r["curve"] for r in winner.finals]).mean(0).tolist()
+            steps = torch.linspace(0, winner.chosen["steps"], len(curve)).tolist()
+            style: Any = {"linewidth": 2.2} if mixer in OURS else {"linewidth": 1.2, "linestyle": "--"}
+            # Without the first of them, which would leave no room for the differences.
+            panel.plot(steps[4:], curve[4:], label=label(mixer), color=f"C{i % 10}", **style)
         panel.set(title=task, xlabel="step", ylabel=f"training loss, {DATA[task]().unit}")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -246,14 +243,13 @@ def draw_curves(records: Sequence[Record], tasks: Sequence[str], mixers: Sequenc
     figure.savefig(path, dpi=120)
 
 
-def draw_samples(records: Sequence[Record], mixers: Sequence[str], folder: Path, path: Path) -> None:
+def draw_samples(winners: Sequence[Best], folder: Path, path: Path) -> None:
     """A row of real images, and one of samples for each mixer at its best setting."""
     rows = {"real": images().test[:SAMPLES]}
-    for mixer in mixers:
-        winner = best(records, task="images", mixer=mixer)
-        file = winner and samples_of(folder, run_of(winner.records[0]))
+    for winner in winners:
+        file = samples_of(folder, run_of(winner.chosen))
         if file and file.exists():
-            rows[("fasth " if mixer in OURS else "") + mixer] = torch.load(file)
+            rows[label(winner.chosen["mixer"])] = torch.load(file)
     figure = Figure(figsize=(SAMPLES * 0.7 + 1.8, len(rows) * 0.72), layout="constrained")
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for panel, (name, found) in zip(panels, rows.items(), strict=True):
@@ -269,64 +265,80 @@ def run_of(record: Record) -> Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few minutes: one seed, one rate, fewer steps")
-    parser.add_argument("--tasks", nargs="+", choices=DATA, default=list(DATA), metavar="TASK", help="images, table")
-    known = installed()
-    parser.add_argument("--mixers", nargs="+", choices=known, default=known, metavar="MIXER", help=", ".join(known))
-    parser.add_argument("--rates", type=float, nargs="+", help="in place of those of the sweep")
-    parser.add_argument("--seeds", type=int, help=f"default {FULL.seeds}, with --quick {QUICK.seeds}")
-    parser.add_argument("--steps", type=int, help="in place of those of the grid")
-    parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, of one thread each")
-    parser.add_argument("--out", type=Path, help="default build/flow, with --quick build/flow-quick")
-    options = parser.parse_args(arguments)
-    for name in ("seeds", "steps", "rounds", "workers"):
-        if (given := getattr(options, name)) is not None and given < 1:
-            parser.error(f"--{name} should be at least 1; got {given}")
-
-    console = Console()
-    grid = QUICK if options.quick else FULL
-    if options.rates:
-        grid = replace(grid, rates=dict.fromkeys(DATA, options.rates))
-    if options.steps:
-        grid = replace(grid, steps=dict.fromkeys(DATA, options.steps))
-    grid = replace(grid, seeds=options.seeds or grid.seeds)
+    options = parse(arguments)
+    console, grid = Console(), grid_of(options)
     if "images" in options.tasks and data.pixels().name == "digits":
         console.print(data.HOW_TO_INSTALL)
     results = Results(options.out or HERE / "build" / ("flow-quick" if options.quick else "flow"))
-    folder = results.path.parent
     wanted = sweep(grid, options.tasks, options.mixers)
     try:
         train_all(wanted, results, options.workers, console)
         wanted += finals(wanted, results.of(wanted), grid)
         train_all(wanted, results, options.workers, console)
+        report(results, wanted, grid, options, console)
     except KeyboardInterrupt:
         console.print(f"\nStopped. What is done is in {results.path}; the same command goes on from there.")
         return 130
-    records = results.of(wanted)
-    found = tables(records, time_all(options.tasks, options.mixers, options.rounds, console), grid)
-    show(found, console)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    known = installed()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few minutes: one seed, one rate, fewer steps")
+    parser.add_argument("--tasks", nargs="+", choices=DATA, default=list(DATA), metavar="TASK", help="images, table")
+    parser.add_argument("--mixers", nargs="+", choices=known, default=known, metavar="MIXER", help=", ".join(known))
+    parser.add_argument("--rates", type=float, nargs="+", help="in place of those of the sweep")
+    parser.add_argument("--seeds", type=int, help="besides that of the sweep; default 3, with --quick none")
+    parser.add_argument("--steps", type=int, help="of training")
+    parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, of one thread each")
+    parser.add_argument("--out", type=Path, help="default build/flow, with --quick build/flow-quick")
+    options = parser.parse_args(arguments)
+    for name, least in (("seeds", 0), ("steps", 1), ("rounds", 1), ("workers", 1)):
+        if (given := getattr(options, name)) is not None and given < least:
+            parser.error(f"--{name} should be at least {least}; got {given}")
+    return options
+
+
+def grid_of(options: argparse.Namespace) -> Grid:
+    grid = QUICK if options.quick else FULL
+    if options.rates:
+        grid = replace(grid, rates=dict.fromkeys(DATA, options.rates))
+    if options.steps:
+        grid = replace(grid, steps=dict.fromkeys(DATA, options.steps))
+    return grid if options.seeds is None else replace(grid, seeds=options.seeds)
+
+
+def report(results: Results, wanted: Sequence[Run], grid: Grid, options: argparse.Namespace, console: Console) -> None:
+    """Tables, here and as Markdown, and pictures."""
+    records, folder = results.of(wanted), results.path.parent
+    winners = {
+        task: [one for mixer in options.mixers if (one := best(records, task=task, mixer=mixer))]
+        for task in options.tasks
+    }
+    times = {task: time_all(of_task, options.rounds, console) for task, of_task in winners.items()}
+    found = [table_of(task, of_task, times[task], records, grid) for task, of_task in winners.items()]
+    for table in found:
+        show(table, console)
     machine = describe()
     made = (
         f"{machine['cpu']}, {machine['threads']} threads, torch {torch.__version__}. Times are medians, taken in turns."
     )
     files.write(folder / "tables.md", "\n\n".join([*map(markdown, found), made]) + "\n")
-    draw_curves(records, options.tasks, options.mixers, folder / "curves.png")
-    if "images" in options.tasks:
-        draw_samples(records, options.mixers, folder / "samples", folder / "samples.png")
+    draw_curves(winners, folder / "curves.png")
+    if "images" in winners:
+        draw_samples(winners["images"], folder / "samples", folder / "samples.png")
     console.print(f"{made}\nTables and pictures: {folder}", soft_wrap=True)
-    return 0
 
 
-def show(found: Sequence[Table], console: Console) -> None:
-    for table in found:
-        shown = Shown(title=f"\n{table.title}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for i, column in enumerate(table.columns):
-            shown.add_column(column, justify="right" if i else "left")
-        for row in table.rows:
-            shown.add_row(*(cell.replace("**", "") for cell in row))
-        console.print(shown)
+def show(table: Table, console: Console) -> None:
+    shown = Shown(title=f"\n{table.title}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if i else "left")
+    for row in table.rows:
+        shown.add_row(*(cell.replace("**", "") for cell in row))
+    console.print(shown)
 
 
 if __name__ == "__main__":

@@ -26,18 +26,20 @@ class Fixed(nn.Module):
     """y = W x, with nothing to learn."""
 
     W: Tensor
+    W_inverse: Tensor
     logabsdet: Tensor
 
     def __init__(self, W: Tensor) -> None:
         super().__init__()
         self.register_buffer("W", W)
+        self.register_buffer("W_inverse", torch.linalg.inv(W))
         self.register_buffer("logabsdet", torch.linalg.slogdet(W).logabsdet)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return F.linear(x, self.W), self.logabsdet
 
     def inverse(self, y: Tensor) -> Tensor:
-        return torch.linalg.solve(self.W, y.mT).mT
+        return F.linear(y, self.W_inverse)
 
 
 class Dense(nn.Module):
@@ -69,9 +71,8 @@ class PLU(nn.Module):
         self.log_s = nn.Parameter(U.diagonal().abs().log())
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        return self.L.tril(-1) + torch.eye(len(self.P), dtype=self.L.dtype), self.U.triu(1) + (
-            self.signs * self.log_s.exp()
-        ).diag()
+        L = self.L.tril(-1) + torch.eye(len(self.P), dtype=self.L.dtype)
+        return L, self.U.triu(1) + (self.signs * self.log_s.exp()).diag()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         L, U = self.factors()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ SAMPLES, TEMPERATURE = 12, 0.7
 class Data:
     """Whole numbers, scaled. With noise between one and the next they are continuous, which a density needs."""
 
+    name: str
     unit: str
     training: Tensor
     validation: Tensor
@@ -45,11 +47,12 @@ class Data:
 @cache
 def images() -> Data:
     """Pixels from −½ to ½, and bits for each of them."""
-    _, levels, training, test = data.pixels()
+    name, levels, training, test = data.pixels()
     scaled, last = ((part.inputs / levels - 0.5).unsqueeze(1) for part in (training, test))
     held_out = min(HELD_OUT, len(scaled) // 5)
     dimensions = scaled[0].numel()
     return Data(
+        name=name,
         unit="bits/dim",
         training=scaled[:-held_out],
         validation=scaled[-held_out:],
@@ -66,6 +69,7 @@ def table() -> Data:
     validation = torch.arange(len(found.training)) % 5 == 4
     first = found.unit / 2  # the noise here is from 0 to 1, and the columns have mean 0 with it
     return Data(
+        name="digits",
         unit="nats",
         training=found.training[~validation] - first,
         validation=found.training[validation] - first,
@@ -81,6 +85,7 @@ DATA = {"images": images, "table": table}
 @dataclass(frozen=True)
 class Run:
     task: str
+    data: str  # the name of what is installed
     mixer: str
     start: str
     lr: float
@@ -88,7 +93,9 @@ class Run:
     steps: int
 
     def name(self) -> str:
-        return f"{self.task}, {self.mixer}, {self.start}, {self.lr:g}, seed {self.seed}, {self.steps} steps"
+        return (
+            f"{self.data}, {self.task}, {self.mixer}, {self.start}, {self.lr:g}, seed {self.seed}, {self.steps} steps"
+        )
 
 
 def new_flow(run: Run) -> Flow:
@@ -113,11 +120,10 @@ def train(run: Run, samples: Path | None = None) -> Record:
             scores = {"validation": now, "test": nats(flow, task, "test")}
     parts = torch.tensor(losses, dtype=torch.float64).tensor_split(min(POINTS, run.steps))
     if samples is not None:
-        torch.manual_seed(run.seed)
-        torch.save(flow.sample(SAMPLES, TEMPERATURE), samples)
+        save_samples(flow, run, samples)
     return {
         **{part: finite(task.score(value)) for part, value in scores.items()},
-        "curve": [finite(task.score(part.mean().item())) for part in parts],
+        "curve": [finite(round(task.score(part.mean().item()), 4)) for part in parts],
         "inverse": inverse_error(flow, task),
     }
 
@@ -141,11 +147,20 @@ def nats(flow: Flow, task: Data, part: str) -> float:
     return torch.cat([flow.nats(rows) for rows in x.split(500)]).double().mean().item()
 
 
+def save_samples(flow: Flow, run: Run, path: Path) -> None:
+    torch.manual_seed(run.seed)
+    with suppress(torch.linalg.LinAlgError):  # of a matrix that became singular
+        torch.save(flow.sample(SAMPLES, TEMPERATURE), path)
+
+
 @torch.no_grad()
 def inverse_error(flow: Flow, task: Data) -> float | None:
-    """The largest error of an entry, as a part of the largest entry."""
+    """The largest error of an entry, as a part of the largest entry; None if there is no inverse."""
     x = task.noisy(task.test[:100], Generator().manual_seed(0))
-    return finite(((flow.inverse(flow(x)[0]) - x).abs().max() / x.abs().max()).item())
+    try:
+        return finite(((flow.inverse(flow(x)[0]) - x).abs().max() / x.abs().max()).item())
+    except torch.linalg.LinAlgError:
+        return None
 
 
 def finite(value: float) -> float | None:

@@ -261,7 +261,7 @@ def test_diagonals_without_an_inverse() -> None:
     flat, zero = SylvesterTransform(V, R, -R, 0 * bias, validate_args=False), torch.zeros(3, dtype=torch.float64)
     assert (flat.inv(zero) == 0).all()  # x − tanh x = 0, where the slope is zero
     transform, x = SylvesterTransform.from_unconstrained(V, 1.2 * R, -3 * R, bias), randn(4, 3)
-    torch.testing.assert_close(transform.R1, (1.2 * R).tanh())
+    torch.testing.assert_close(transform.R1, 0.999 * (1.2 * R).tanh())
     torch.testing.assert_close(transform.inv(transform(x)), x)
 
 

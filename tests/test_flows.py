@@ -23,7 +23,18 @@ from torch.distributions import (
 from torch.distributions.transforms import TanhTransform
 from twins import FORMS, perturbed
 
-from fasth import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, SVDTransform, spectrum
+from fasth import (
+    RNNSVD,
+    Conv1dSVD,
+    Conv2dSVD,
+    LinearOrthogonal,
+    LinearSVD,
+    LinearSymmetric,
+    SVDTransform,
+    cached,
+    spectrum,
+    to_dense,
+)
 from fasth.flows import whiten_
 
 POSITIVE = spectrum.positive()
@@ -214,6 +225,28 @@ def test_whitening_keeps_to_the_spectrum_and_the_condition_number() -> None:
 def test_errors_of_whitening(layer: nn.Module, x: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         whiten_(layer, x)
+
+
+def test_a_symmetric_layer_is_whitened_whatever_its_signs() -> None:
+    layer = LinearSymmetric(4, dtype=torch.float64)
+    with torch.no_grad():
+        layer.sigma[:2] = -1
+    x = torch.randn(99, 4, dtype=torch.float64) @ (torch.randn(4, 4, dtype=torch.float64) + 2 * torch.eye(4))
+    y = whiten_(layer, x)(x)
+    torch.testing.assert_close(y.mT.cov(correction=0), torch.eye(4, dtype=torch.float64))
+
+
+def test_whitening_of_a_cached_layer() -> None:
+    layer = LinearSVD(4, 4)
+    with cached(), pytest.raises(RuntimeError, match=r"outside of `fasth\.cached"):
+        whiten_(layer, torch.randn(9, 4))
+
+
+@every_layer
+def test_a_layer_that_was_replaced(make: Any, event: tuple[int, ...]) -> None:
+    flow = to_dense(SVDTransform(make()))
+    with pytest.raises(TypeError, match=r"`layer` should be one of LinearSVD, .*; got (Linear|Conv1d|Conv2d)"):
+        flow(torch.randn(2, *event))
 
 
 def test_whitening_takes_an_eps_between_zero_and_one() -> None:

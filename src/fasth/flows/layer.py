@@ -32,6 +32,8 @@ def event_shape(layer: Any) -> tuple[int | str, ...]:
     """The shape of one sample: (features,), (channels, length) or (channels, height, width), sizes where known."""
     if isinstance(layer, _LINEAR):
         return (layer.in_features,)
+    if not isinstance(layer, _CONV):
+        invertible(layer)  # raises: something, such as ``to_dense``, has replaced the layer
     return (layer.in_channels, *(("length",) if len(layer.kernel_size) == 1 else ("height", "width")))
 
 

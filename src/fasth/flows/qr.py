@@ -70,7 +70,7 @@ class QRTransform(ReflectorTransform):
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         shape, n = self.forward_shape(x.shape), self.event_dim
         logabsdet = self.R.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return (math.prod(shape[len(shape) - n + 1 :]) * logabsdet).expand(shape[:-n])
+        return (math.prod(shape[len(shape) - n + 1 :]) * logabsdet).expand(shape[:-n]).clone()
 
     def _of_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The function of x as rows (*b, m, c), of which m share a matrix."""

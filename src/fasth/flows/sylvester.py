@@ -11,6 +11,8 @@ from fasth.operators.matrix import broadcast_batches, values_known
 
 __all__ = ["SylvesterTransform"]
 
+LARGEST = 0.999  # entry of an unconstrained diagonal
+
 
 class SylvesterTransform(ReflectorTransform):
     """y = x + Q R₁ tanh(R₂ Qᵀ x + b), with log |det| = Σ log(1 + (R₁)ᵢᵢ (R₂)ᵢᵢ tanh′(·)ᵢ) in O(M).
@@ -61,9 +63,12 @@ class SylvesterTransform(ReflectorTransform):
     def from_unconstrained(
         cls, V: Tensor, R1: Tensor, R2: Tensor, bias: Tensor, cache_size: int = 0
     ) -> SylvesterTransform:
-        """The transform whose R₁ and R₂ have the tanh of these diagonals, within ±1: invertible for any numbers."""
+        """The transform whose R₁ and R₂ have 0.999 tanh of these diagonals: invertible for any numbers.
+
+        Without the factor the tanh of a large number is rounded to 1, and a product of diagonals to −1.
+        """
         _check_shapes(V, R1, R2, bias)
-        R1, R2 = (torch.diagonal_scatter(R, _diagonal(R).tanh(), dim1=-2, dim2=-1) for R in (R1, R2))
+        R1, R2 = (torch.diagonal_scatter(R, LARGEST * _diagonal(R).tanh(), dim1=-2, dim2=-1) for R in (R1, R2))
         return cls(V, R1, R2, bias, cache_size, validate_args=False)
 
     def with_cache(self, cache_size: int = 1) -> SylvesterTransform:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fasth.flows.layer import check_batch, invertible
-from fasth.nn import LinearOrthogonal
+from fasth.nn import LinearOrthogonal, LinearSymmetric
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -17,10 +17,11 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def whiten_(layer: Layer, x: Tensor, eps: float = 1e-4) -> Layer:
     """Makes W = U Vᵀ C^(−½), with C the covariance of x: then ``layer(x)`` has covariance I, and mean 0 with a bias.
 
-    U Vᵀ is the orthogonal matrix that the layer has, and keeps: a rotation after ``init="haar"``, none after
-    ``init="identity"``. The singular values become 1/√λ for the eigenvalues λ of C, each with the directions of the
-    data that it belongs to, which is where training from equal singular values has to find them first.
-    ``docs/flows.md`` shows what that gains. Costs an eigendecomposition of C and an SVD.
+    It is for layers that take data to noise: x is what the layer sees in the first batch. U Vᵀ is the orthogonal matrix
+    that the layer has, and keeps: a rotation after ``init="haar"``, none after ``init="identity"``, and none in
+    ``LinearSymmetric``. The singular values become 1/√λ for the eigenvalues λ of C, each with the directions of the
+    data that it belongs to, which training from equal singular values has to find first. ``docs/flows.md`` shows where
+    that helps, images, and where it does not. Costs an eigendecomposition of C and an SVD.
 
     Args:
         layer: as ``fasth.SVDTransform`` takes it, but not ``LinearOrthogonal``, which has no scale to learn.
@@ -37,6 +38,8 @@ def whiten_(layer: Layer, x: Tensor, eps: float = 1e-4) -> Layer:
         raise TypeError("`layer` should have singular values; got LinearOrthogonal, whose weight has no scale")
     if not 0 < eps <= 1:
         raise ValueError(f"`eps` should be above 0 and at most 1; got {eps}")
+    if checked._cached_weight() is not None:
+        raise RuntimeError("`whiten_` should be called outside of `fasth.cached()`, whose weights it would leave stale")
     check_batch(checked, x)
     rows = x.movedim(1, -1).reshape(-1, x.shape[1]).double()
     d = rows.shape[1]
@@ -46,8 +49,10 @@ def whiten_(layer: Layer, x: Tensor, eps: float = 1e-4) -> Layer:
     values, axes = torch.linalg.eigh(C)
     scales = values.clamp(min=eps * values[-1]).rsqrt()
     weight = checked.weight
-    U, _, Vh = torch.linalg.svd(weight.double().reshape(d, d))
-    W = U @ Vh @ (axes * scales) @ axes.mT
+    W = (axes * scales) @ axes.mT
+    if not isinstance(layer, LinearSymmetric):
+        U, _, Vh = torch.linalg.svd(weight.double().reshape(d, d))
+        W = U @ Vh @ W
     checked.set_weight_(W.to(weight.dtype).reshape(weight.shape))
     if checked.bias is not None:
         checked.bias.copy_(-(checked.weight.double().reshape(W.shape) @ rows.mean(0)))
