@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.flows import HouseholderTransform, SylvesterTransform
+from fasth.flows import HouseholderTransform, QRTransform, SylvesterTransform
 from fasth.timing import compare
 
 Flow = Callable[..., tuple[Tensor, Tensor]]
@@ -48,6 +48,19 @@ def sylvester_loop(x: Tensor, V: Tensor, R1: Tensor, R2: Tensor, bias: Tensor) -
     return y, torch.log1p(first * second * (1 - hidden.square())).sum(-1)
 
 
+def qr(x: Tensor, V: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+    transform = QRTransform(V, R)
+    y = transform(x)
+    return y, transform.log_abs_det_jacobian(x, y)
+
+
+def qr_loop(x: Tensor, V: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
+    logarithms = R.diagonal(dim1=-2, dim2=-1)
+    triangle = R.triu(1) + logarithms.exp().diag_embed()
+    y = torch.bmm(triangle, x.unsqueeze(-1)).squeeze(-1)
+    return reflected(y, reversed(F.normalize(V, dim=-1).unbind(-2))), logarithms.sum(-1)
+
+
 def reflected(x: Tensor, unit_reflectors: Sequence[Tensor] | reversed[Tensor]) -> Tensor:
     for v in unit_reflectors:
         x = x - 2 * (v * x).sum(-1, keepdim=True) * v
@@ -57,11 +70,13 @@ def reflected(x: Tensor, unit_reflectors: Sequence[Tensor] | reversed[Tensor]) -
 FLOWS: dict[str, tuple[Flow, Flow]] = {
     "Householder": (householder, householder_loop),
     "Sylvester": (sylvester, sylvester_loop),
+    "QR": (qr, qr_loop),
 }
 
 
 def inputs(name: str, batch: int, d: int, r: int, M: int) -> list[Tensor]:
-    shapes = [(batch, d), (batch, r, d)] + [(batch, M, M), (batch, M, M), (batch, M)] * (name == "Sylvester")
+    beside = {"Householder": [], "Sylvester": [(batch, M, M), (batch, M, M), (batch, M)], "QR": [(batch, d, d)]}
+    shapes = [(batch, d), (batch, r, d), *beside[name]]
     return [torch.randn(shape).requires_grad_() for shape in shapes]
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from flow_models import OURS, STARTS, installed
 from flow_training import BATCH, DATA, SAMPLES, Record, Run, images, inverse_error, new_flow, train, training_step
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -235,7 +236,7 @@ def draw_curves(winners: dict[str, list[Best]], path: Path) -> None:
             steps = torch.linspace(0, winner.chosen["steps"], len(curve)).tolist()
             style: Any = {"linewidth": 2.2} if mixer in OURS else {"linewidth": 1.2, "linestyle": "--"}
             # Without the first of them, which would leave no room for the differences.
-            panel.plot(steps[4:], curve[4:], label=label(mixer), color=f"C{i % 10}", **style)
+            panel.plot(steps[4:], curve[4:], label=label(mixer), color=colormaps["tab20"](i), **style)
         panel.set(title=task, xlabel="step", ylabel=f"training loss, {DATA[task]().unit}")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
