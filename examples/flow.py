@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +27,13 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Shown
 from torch import Generator
 
 import fasth
 from fasth import files
 from fasth.environment import describe
+from fasth.reproduce.pool import in_parallel
 from fasth.reproduce.study import data
 from fasth.reproduce.tables import Table, markdown
 from fasth.timing import compare
@@ -111,37 +108,18 @@ class Results:
 def train_all(wanted: Sequence[Run], results: Results, workers: int, console: Console) -> None:
     folder = results.path.parent / "samples"
     folder.mkdir(exist_ok=True)
-    todo = [run for run in wanted if not results.of([run])]
-    if not todo:
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(), TextColumn("left:"))
-    with (
-        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=one_thread) as pool,
-        Progress(*columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=console) as bar,
-    ):
-        futures = {pool.submit(train, run, samples_of(folder, run)): run for run in todo}
-        row = bar.add_task("", total=len(todo))
-        try:
-            for future in as_completed(futures):
-                run, found = futures[future], future.result()
-                results.add(vars(run) | found)
-                bar.update(row, advance=1, description=f"{run.name()}: {written(found['validation'])}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
+    calls = [(run, samples_of(folder, run)) for run in wanted if not results.of([run])]
+    for (run, _), found in in_parallel(train, calls, workers, console, describe_run):
+        results.add(vars(run) | found)
+
+
+def describe_run(call: tuple[Any, ...], found: Record) -> str:
+    return f"{call[0].name()}: {written(found['validation'])}"
 
 
 def samples_of(folder: Path, run: Run) -> Path | None:
     """Where the samples of a run go: those of the first seed are drawn, if it has images."""
     return folder / f"{run.name()}.pt" if run.task == "images" and run.seed == 0 else None
-
-
-def one_thread() -> None:
-    """One process a core, of one thread each, has a higher throughput than one process with as many threads."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees to that
-    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

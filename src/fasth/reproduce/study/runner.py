@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
-import signal
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Generator
 
 from fasth import files
+from fasth.reproduce.pool import in_parallel
 from fasth.reproduce.study import experiments, training
 from fasth.reproduce.study.methods import PLAIN
 from fasth.reproduce.study.tasks import Task
@@ -88,35 +84,13 @@ def run(grid: experiments.Grid, only: Sequence[str], results: Results, workers: 
     for one in experiments.runs(grid, costs, only):
         if not results.has(one):
             runs.setdefault(key(one), one)
-    if not runs:
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
-        futures = {pool.submit(training.train, one): one for one in runs.values()}
-        try:
-            with _bar(console) as bar:
-                all_of_it = bar.add_task("", total=len(futures))
-                for future in as_completed(futures):
-                    one = futures[future]
-                    results.add({**one, **future.result()})
-                    done = f"{one['task']}, {one['method']}, {one['optimizer']} at {one['lr']:g}"
-                    bar.update(all_of_it, advance=1, description=done)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()  # a training may take a minute
-            raise
+    calls = [(one,) for one in runs.values()]
+    for (one,), found in in_parallel(training.train, calls, workers, console, lambda call, _: _label(*call)):
+        results.add({**one, **found})
 
 
-def _bar(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(), TextColumn("left:"))
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=console, transient=True)
-
-
-def _one_thread() -> None:
-    """One process a core, of one thread each, has a higher throughput than one process with as many threads."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees to that
-    torch.set_num_threads(1)
-    logging.getLogger("fasth").setLevel(logging.ERROR)  # what to_svd leaves alone, once for each run
+def _label(one: Run) -> str:
+    return f"{one['task']}, {one['method']}, {one['optimizer']} at {one['lr']:g}"
 
 
 def measured_costs(grid: experiments.Grid, results: Results, console: Console) -> experiments.Costs:

@@ -1,0 +1,55 @@
+"""Calls that take minutes, several at a time, with a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Arguments = tuple[Any, ...]
+
+
+def in_parallel(
+    function: Callable[..., Any],
+    calls: Sequence[Arguments],
+    workers: int,
+    console: Console,
+    label: Callable[[Arguments, Any], str],
+) -> Iterator[tuple[Arguments, Any]]:
+    """The arguments and the result of each call, as it ends, in any order.
+
+    Each worker is a process of one thread. The bar shows the label of what ended last. An interruption, or an error,
+    ends all workers.
+    """
+    if not calls:
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(), TextColumn("left:"))
+    bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.description}"), console=console, transient=True)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+        futures = {pool.submit(function, *arguments): arguments for arguments in calls}
+        try:
+            with bar:
+                row = bar.add_task("", total=len(futures))
+                for future in as_completed(futures):
+                    arguments, result = futures[future], future.result()
+                    yield arguments, result
+                    bar.update(row, advance=1, description=label(arguments, result))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()  # a call may take a minute
+            raise
+
+
+def _one_thread() -> None:
+    """One process a core, of one thread each, has a higher throughput than one process with as many threads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees to that
+    torch.set_num_threads(1)
+    logging.getLogger("fasth").setLevel(logging.ERROR)  # what to_svd leaves alone, once for each run
