@@ -123,7 +123,7 @@ def _sweep(grid: Grid) -> list[Run]:
 def _equal_time(grid: Grid, costs: Costs) -> list[Run]:
     """Trainings that are shorter in steps, and as long in time as those with plain layers; each with its schedule."""
     found = [run for run in _sweep(grid) if (run["task"], run["method"]) in costs and run["method"] != PLAIN]
-    return [{**run, "steps": round(run["steps"] / costs[run["task"], run["method"]])} for run in found]
+    return [{**run, "steps": max(1, round(run["steps"] / costs[run["task"], run["method"]]))} for run in found]
 
 
 def _factors(grid: Grid) -> list[Run]:
