@@ -3,7 +3,7 @@
 #include <pthread.h>
 #endif
 
-#include "calls.hpp"
+#include "recurrence_calls.hpp"
 
 using namespace fasth;
 
@@ -46,5 +46,7 @@ NB_MODULE(FASTH_MODULE, m) {
     m.def("svd_linear", &svd_linear, some, some, any, any, any, some, some, some, some);
     m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, any, some, some, some, some,
           some);
+    m.def("recurrence", &recurrence, some, any, some, some, any, some, some, some);
+    m.def("recurrence_backward", &recurrence_backward, some, any, some, some, some, some, some, some, some, some);
     nb::set_leak_warnings(false); // at exit, torch and Python unload in an order that no module can influence
 }

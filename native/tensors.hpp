@@ -70,6 +70,7 @@ class Tensor {
 
     bool here() const { return object.is_valid(); }
     int dims() const { return view.ndim; }
+    const std::int64_t *shape() const { return view.shape; }
     Index size(int i) const { return view.shape[i < 0 ? i + view.ndim : i]; }
     Index stride(int i) const { return view.strides[i < 0 ? i + view.ndim : i]; }
     Index numel() const {

@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fasth import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, parametrizations, spectrum
+from fasth import (
+    GRUSVD,
+    LSTMSVD,
+    RNNSVD,
+    Conv1dSVD,
+    Conv2dSVD,
+    LinearOrthogonal,
+    LinearSVD,
+    LinearSymmetric,
+    parametrizations,
+    spectrum,
+)
 
 
 class Case(NamedTuple):
@@ -42,7 +53,17 @@ CASES = {
     "RNNSVD": Case(
         lambda **o: RNNSVD(3, 5, bidirectional=True, **o), (4, 3, 3), lambda: nn.RNN(3, 5, bidirectional=True)
     ),
+    "RNNSVD, tanh": Case(
+        lambda **o: RNNSVD(3, 5, 2, "tanh", bidirectional=True, **o),
+        (4, 3, 3),
+        lambda: nn.RNN(3, 5, 2, bidirectional=True),
+    ),
+    "RNNSVD, orthogonal": Case(lambda **o: RNNSVD(3, 5, eps=0, **o), (4, 3, 3), lambda: nn.RNN(3, 5)),
+    "LSTMSVD": Case(lambda **o: LSTMSVD(3, 5, **o), (4, 3, 3), lambda: nn.LSTM(3, 5)),
+    "GRUSVD": Case(lambda **o: GRUSVD(3, 5, **o), (4, 3, 3), lambda: nn.GRU(3, 5)),
 }
+RECURRENT = [name for name in CASES if name.startswith(("RNN", "LSTM", "GRU"))]
+BY_KERNELS = ["RNNSVD, tanh", "LSTMSVD", "GRUSVD"]  # of torch, which have no rule for vmap
 PARAMETRIZED = {
     "orthogonal": Case(lambda **o: parametrizations.orthogonal(nn.Linear(6, 4, **o)), (3, 6), lambda: nn.Linear(6, 4)),
     "svd": Case(lambda **o: parametrizations.svd(nn.Linear(6, 4, **o)), (3, 6), lambda: nn.Linear(6, 4)),

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrizations, prune
 
 from fasth import spectrum
 from fasth.convert import Conversion, LowRank, compress, to_dense, to_svd
-from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 
-DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.RNN)
-FACTORED = (LinearSVD, LinearSymmetric, LinearOrthogonal, Conv1dSVD, Conv2dSVD, RNNSVD)
+DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.RNN, nn.LSTM, nn.GRU)
+FACTORED = (LinearSVD, LinearSymmetric, LinearOrthogonal, Conv1dSVD, Conv2dSVD, GRUSVD, LSTMSVD, RNNSVD)
 
 
 class Residual(nn.Module):
@@ -41,10 +41,11 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.RNN(5, 7, 2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(14, 3)
+        self.lstm, self.gru = nn.LSTM(14, 6, proj_size=4), nn.GRU(4, 5)
+        self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0])
+        return self.head(self.gru(self.lstm(self.rnn(x)[0])[0])[0])
 
 
 class Tied(nn.Module):
@@ -263,7 +264,6 @@ LEFT_ALONE = {
     "groups": (lambda: nn.Conv2d(4, 4, 3, groups=2), "with groups its weight is several matrices"),
     "complex": (lambda: nn.Linear(4, 4, dtype=torch.complex64), "it is torch.complex64"),
     "meta": (lambda: nn.Linear(4, 4, device="meta"), "it has no values"),
-    "lstm": (lambda: nn.LSTM(4, 4), "it is none of Linear, Conv1d, Conv2d"),
     "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3), "it is none of Linear, Conv1d, Conv2d"),
     "volume": (lambda: nn.Conv3d(4, 4, 3), "it is none of Linear, Conv1d, Conv2d"),
     "bilinear": (lambda: nn.Bilinear(4, 4, 4), "it is none of Linear, Conv1d, Conv2d"),
@@ -287,7 +287,9 @@ def test_what_cannot_be_converted_is_left_alone_and_named(kind, caplog):
     (record,) = caplog.records
     assert record.name == "fasth" and record.levelno == logging.WARNING
     assert record.getMessage() == f"to_svd left alone\n  1.0 ({type(other).__name__}): {report[1].reason}"
-    with pytest.raises(ValueError, match=r"`model` should have a Linear, Conv1d, Conv2d or RNN layer that can be conv"):
+    with pytest.raises(
+        ValueError, match=r"`model` should have a Linear, Conv1d, Conv2d, RNN, LSTM or GRU layer that can be conv"
+    ):
         to_svd(other, inplace=True)
 
 
@@ -311,8 +313,9 @@ def test_compiled_models():
 
 
 def test_many_of_a_kind_are_named_once(caplog):
-    to_svd(nn.Sequential(nn.Linear(2, 2), *[nn.LSTM(2, 2) for _ in range(12)]))
-    assert caplog.messages == ["to_svd left alone\n  1 and 11 more (LSTM): it is none of Linear, Conv1d, Conv2d, RNN"]
+    to_svd(nn.Sequential(nn.Linear(2, 2), *[nn.Bilinear(2, 2, 2) for _ in range(12)]))
+    kinds = "Linear, Conv1d, Conv2d, RNN, LSTM, GRU"
+    assert caplog.messages == [f"to_svd left alone\n  1 and 11 more (Bilinear): it is none of {kinds}"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -461,7 +464,7 @@ def test_compress_is_the_best_approximation(name, rank, first, monkeypatch):
     before = fingerprint(source)
     small = compress(source, rank=rank, report=[])
     assert fingerprint(source) == before
-    assert not any(isinstance(m, FACTORED) and not isinstance(m, RNNSVD) for m in small.modules())
+    assert not any(isinstance(m, FACTORED) and not isinstance(m, (GRUSVD, LSTMSVD, RNNSVD)) for m in small.modules())
     assert_same([small(x)], [expected(x)])
     for module, twin in zip(_layers(small), _layers(expected), strict=True):
         n, m = twin.weight.flatten(1).shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import ALL, CASES, PARAMETRIZED, Case, of_every, output, trained
+from layers import ALL, BY_KERNELS, CASES, PARAMETRIZED, RECURRENT, Case, of_every, output, trained
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,7 @@ from twins import perturbed
 from fasth import LinearSVD
 
 DOUBLE = torch.float64
-VMAPPED = {name: case for name, case in ALL.items() if name != "RNNSVD"}  # torch's kernel for RNNs has no rule for vmap
+VMAPPED = {name: case for name, case in ALL.items() if name not in BY_KERNELS}
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -83,7 +83,7 @@ def test_jacobians(case: Case) -> None:
     for name, jacobian in by_parameters.items():
         rows = [torch.autograd.grad(y, layer.get_parameter(name), retain_graph=True)[0] for y in out.flatten()]
         close(jacobian, torch.stack(rows).reshape(jacobian.shape))
-    if case is not CASES["RNNSVD"]:
+    if case in VMAPPED.values():
         close(jacfwd(lambda p: call(layer, {**p, **buffers}, x))(parameters), by_parameters)
 
 
@@ -108,7 +108,7 @@ def test_hessian(case: Case) -> None:
 @of_every(ALL)
 def test_gradients_of_each_sample(case: Case) -> None:
     layer, x = perturbed(case.make(dtype=DOUBLE)), case.input(DOUBLE)
-    sample_dim = 1 if case is CASES["RNNSVD"] else 0
+    sample_dim = 1 if case in [CASES[name] for name in RECURRENT] else 0
     each = vmap(grad(lambda p, x: loss(layer, p, x)), in_dims=(None, sample_dim))(parameters_of(layer), x)
     for i, sample in enumerate(x.unbind(sample_dim)):
         layer.zero_grad()

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from fasth import parametrizations, spectrum
 from fasth.convert import to_svd
-from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.optim import param_groups
 
 LAYERS = {
@@ -128,6 +128,8 @@ def test_rates_of_sigma():
         (Conv2dSVD(4, 25, 3), 25, 36),
         (Conv1dSVD(4, 25, 9), 25, 36),
         (RNNSVD(3, 16, 2, bidirectional=True, spectrum=spectrum.free()), 16, 16),
+        (LSTMSVD(3, 16), 16, 16),
+        (LSTMSVD(3, 16, proj_size=9), 16, 9),
         (parametrizations.svd(nn.Linear(9, 16)), 16, 9),
         (parametrizations.svd(nn.Conv2d(2, 3, (9, 16))), 9, 16),  # a batch of matrices
     ):
@@ -137,13 +139,19 @@ def test_rates_of_sigma():
 def test_rates_of_reflectors_and_the_rest():
     half = round(math.sqrt(0.5), 4)
     compact = (LinearSVD(4, 6), LinearOrthogonal(4, 6), LinearSymmetric(4), Conv2dSVD(2, 3, 2))
-    compact += (RNNSVD(3, 4), parametrizations.orthogonal(nn.Linear(4, 6)), parametrizations.svd(nn.Linear(4, 6)))
+    compact += (RNNSVD(3, 4, spectrum=spectrum.free()), LSTMSVD(3, 4), GRUSVD(3, 4, spectrum=spectrum.around(1, 0.1)))
+    compact += (parametrizations.orthogonal(nn.Linear(4, 6)), parametrizations.svd(nn.Linear(4, 6)))
     for layer in compact:
         assert rates(layer, "reflectors") == {1.0}
         assert rates(layer, "reflectors", **SGD) == {0.3}
     for layer in (LinearSVD(4, 6, reflectors="full"), LinearOrthogonal(4, 6, reflectors="full")):
         assert rates(layer, "reflectors") == {half}
         assert rates(layer, "reflectors", **SGD) == {0.15}
+    for layer in (RNNSVD(3, 4), RNNSVD(3, 4, spectrum=spectrum.between(0.5, 1))):
+        assert rates(layer, "reflectors") == {0.05}
+        assert rates(layer, "reflectors", **SGD) == {0.015}
+    assert rates(RNNSVD(3, 4, eps=0), "reflectors") == {0.1}
+    assert rates(RNNSVD(3, 16, eps=0.2)) == {0.4}  # 0.01 · √16 / 0.1, which is the slope of around(1, 0.2)
     for options in ({}, SGD):
         model = nn.Sequential(nn.Linear(4, 4), LinearSVD(4, 4), nn.LayerNorm(4))
         assert rates(model, "dense", **options) == rates(model, "vectors", **options) == {1.0}

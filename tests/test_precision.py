@@ -97,6 +97,8 @@ def test_to_a_dtype(case: Case, to: torch.dtype) -> None:
 @pytest.mark.parametrize("to", LOW)
 def test_autocast(case: Case, to: torch.dtype) -> None:
     layer, dense, x = perturbed(case.make()), case.dense(), case.input()
+    if to == torch.float16 and isinstance(dense, nn.LSTM):
+        pytest.skip("nn.LSTM itself raises an error under float16 autocast on a CPU")
     expected = output(in_double(layer), x.double())
     for training in (True, False):
         layer.train(training)

@@ -16,6 +16,8 @@ from torch.nn.utils import parameters_to_vector, prune, skip_init, vector_to_par
 from twins import orthogonality, perturbed
 
 from fasth import (
+    GRUSVD,
+    LSTMSVD,
     RNNSVD,
     Conv2dSVD,
     LinearOrthogonal,
@@ -282,6 +284,7 @@ def test_meta_to_empty_and_reset(case: Case, path: str) -> None:
         (LinearOrthogonal, (4, 3)),
         (Conv2dSVD, (3, 4, 2)),
         (RNNSVD, (3, 4)),
+        (LSTMSVD, (3, 4)),
     ],
 )
 def test_skip_init_draws_nothing(kind: Any, arguments: tuple[int, ...]) -> None:
@@ -338,10 +341,16 @@ TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[int, ...]]]
     "LinearSVD, full": (lambda **o: LinearSVD(4, 6, reflectors="full", **o), lambda **o: nn.Linear(4, 6, **o), (3, 4)),
     "Conv2dSVD": (lambda **o: Conv2dSVD(3, 4, 2, **o), lambda **o: nn.Conv2d(3, 4, 2, **o), (2, 3, 5, 5)),
     "RNNSVD": (
-        lambda **o: RNNSVD(3, 5, 2, bidirectional=True, spectrum=spectrum.free(), **o),
+        lambda **o: RNNSVD(3, 5, 2, "tanh", bidirectional=True, spectrum=spectrum.free(), **o),
         lambda **o: nn.RNN(3, 5, 2, bidirectional=True, **o),
         (4, 2, 3),
     ),
+    "LSTMSVD": (
+        lambda **o: LSTMSVD(3, 5, 2, bidirectional=True, **o),
+        lambda **o: nn.LSTM(3, 5, 2, bidirectional=True, **o),
+        (4, 2, 3),
+    ),
+    "GRUSVD": (lambda **o: GRUSVD(3, 5, **o), lambda **o: nn.GRU(3, 5, **o), (4, 2, 3)),
 }
 every_twin = pytest.mark.parametrize(("make", "dense", "shape"), TWINS.values(), ids=TWINS.keys())
 
@@ -429,8 +438,9 @@ def test_a_spectrum_takes_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("layer", "dense", "warnings"),
     [
-        (lambda: RNNSVD(3, 5, 2), lambda: nn.RNN(3, 5, 2), 2),
-        (lambda: RNNSVD(3, 5, spectrum=spectrum.free()), lambda: nn.RNN(3, 5), 0),
+        (lambda: RNNSVD(3, 5, 2, "tanh"), lambda: nn.RNN(3, 5, 2), 2),
+        (lambda: RNNSVD(3, 5, 1, "tanh", spectrum=spectrum.free()), lambda: nn.RNN(3, 5), 0),
+        (lambda: GRUSVD(3, 5, spectrum=spectrum.around(1, 0.1)), lambda: nn.GRU(3, 5), 1),
         (lambda: LinearSVD(5, 4, rank=2), lambda: nn.Linear(5, 4), 1),
         (lambda: Conv2dSVD(3, 4, 2, spectrum=spectrum.around(1, 0.1)), lambda: nn.Conv2d(3, 4, 2), 1),
         (lambda: LinearSymmetric(4, spectrum=spectrum.between(5, 6)), lambda: symmetric_linear(4), 1),

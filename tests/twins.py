@@ -63,7 +63,8 @@ def perturbed(layer: nn.Module, size: float = 0.3) -> Any:
             if not name.endswith("signs"):
                 p.add_(size * torch.randn_like(p))
                 if p.ndim >= 2:  # signs on a diagonal have a gradient close to zero
-                    diagonal = p.diagonal(dim1=-2, dim2=-1)
+                    gates = getattr(layer, "_gates", 1) if name.startswith("reflectors") else 1
+                    diagonal = p.unflatten(0, (gates, -1)).diagonal(dim1=-2, dim2=-1)
                     diagonal.copy_(diagonal.abs().clamp(min=0.25).copysign(diagonal))
     return layer
 

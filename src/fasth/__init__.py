@@ -4,7 +4,17 @@ from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
 from fasth.flows import SVDTransform
 from fasth.functional import householder
-from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, cached
+from fasth.nn import (
+    GRUSVD,
+    LSTMSVD,
+    RNNSVD,
+    Conv1dSVD,
+    Conv2dSVD,
+    LinearOrthogonal,
+    LinearSVD,
+    LinearSymmetric,
+    cached,
+)
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
 from fasth.penalties import nuclear_norm
@@ -12,6 +22,8 @@ from fasth.spectra import spectra
 from fasth.tune import tune
 
 __all__ = [
+    "GRUSVD",
+    "LSTMSVD",
     "RNNSVD",
     "SVD",
     "Conv1dSVD",

@@ -15,9 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fasth import lowrank, private
 from fasth.lowrank import LowRank, dense_twin, matrix_shape, truncated
-from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD
+from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
+from fasth.nn.recurrent import Recurrent
 from fasth.replace import FILTERED, Conversion, Filter, Plan, factors, parameters_of
 from fasth.spectrum import Spectrum, free
 
@@ -25,8 +26,9 @@ __all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
 
 logger = logging.getLogger("fasth")
 
-_DENSE = (*lowrank.DENSE, nn.RNN)
-_FACTORED = (*lowrank.FACTORED, LinearOrthogonal, RNNSVD)
+_RECURRENT: dict[type[nn.Module], type[Recurrent]] = {nn.RNN: RNNSVD, nn.LSTM: LSTMSVD, nn.GRU: GRUSVD}
+_DENSE = (*lowrank.DENSE, *_RECURRENT)
+_FACTORED = (*lowrank.FACTORED, LinearOrthogonal, *_RECURRENT.values())
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HOOKS_LOST = "its hooks would be lost"
 
@@ -41,9 +43,10 @@ def to_svd(
     rank: int | None = None,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
-    """The model with the weights of its Linear, Conv1d, Conv2d and RNN layers held as W = U Σ Vᵀ; the same to rounding.
+    """The model with the weights of its Linear, Conv and recurrent layers held as W = U Σ Vᵀ; the same to rounding.
 
-    Exactly these classes are converted. A subclass may compute something else, or be read by its parent. Device,
+    Converted are exactly the classes Linear, Conv1d, Conv2d, RNN, LSTM and GRU, of the last three the hidden-to-hidden
+    weights. A subclass may compute something else, or be read by its parent. Device,
     dtype, ``requires_grad`` and the training mode stay as they are, and biases stay the same parameters. Modules that
     share a weight are all converted and share its factors, or none of them is. Left alone are also layers with hooks,
     which would be lost, and layers that hold anything besides their weight and bias.
@@ -54,10 +57,10 @@ def to_svd(
         inplace: change ``model``, not a copy. If it is such a layer itself, only what is returned is converted.
         spectrum: the map to the singular values, by default ``spectrum.free()``. Any other replaces singular values
             that it does not have by the nearest ones that it has, and so changes what the model computes.
-        reflectors: "compact", or "full" for the paper's square U and V; an RNN's are always compact.
+        reflectors: "compact", or "full" for the paper's square U and V; those of recurrent layers are always compact.
         rank: how many singular values each Linear and Conv layer has, at most; by default all. Fewer make the weight
-            the nearest of that rank, and the layer r·(n + m) parameters, for a weight of shape (n, m). RNNs are
-            converted as without it, and layers that are SVDs already stay as they are: see ``compress``.
+            the nearest of that rank, and the layer r·(n + m) parameters, for a weight of shape (n, m). Recurrent
+            layers are converted as without it, and layers that are SVDs already stay as they are: see ``compress``.
         report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, what was
             left alone is logged, as a warning of the logger "fasth".
 
@@ -77,8 +80,8 @@ def to_svd(
 
     def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
         _check_finite(name, layer)
-        if isinstance(layer, nn.RNN):
-            return RNNSVD.from_rnn(layer, spectrum=options["spectrum"]), ""
+        if type(layer) in _RECURRENT:
+            return _RECURRENT[type(layer)]._from_twin(layer, spectrum=options["spectrum"]), ""
         own = min(matrix_shape(layer))
         r = own if rank is None else min(rank, own)
         reason = f"rank {r} of {own}" if r < own else ""
@@ -91,7 +94,7 @@ def to_svd(
     plan = Plan(model, _why_not_to_svd, filter, inplace)
     if not plan.possible and not any(isinstance(module, _FACTORED) for module in plan.names):
         raise ValueError(
-            "`model` should have a Linear, Conv1d, Conv2d or RNN layer that can be converted; "
+            "`model` should have a Linear, Conv1d, Conv2d, RNN, LSTM or GRU layer that can be converted; "
             f"got {type(model).__name__}{_listed(plan.left_alone())}"
         )
     return _finish(plan, plan.carry_out(convert), "to_svd", report)
@@ -104,13 +107,13 @@ def to_dense(
     inplace: bool = False,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
-    """The model with plain Linear, Conv1d, Conv2d and RNN layers of ``torch.nn`` in place of those of fasth.
+    """The model with plain Linear, Conv and recurrent layers of ``torch.nn`` in place of those of fasth.
 
     Arguments and guarantees are those of ``to_svd``. A model that has none of them comes back as it is.
     """
 
     def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
-        return layer.to_rnn() if isinstance(layer, RNNSVD) else dense_twin(layer), ""
+        return layer._to_twin() if isinstance(layer, Recurrent) else dense_twin(layer), ""
 
     plan = Plan(model, _why_not_to_dense, filter, inplace)
     return _finish(plan, plan.carry_out(convert), "to_dense", report)
@@ -193,13 +196,15 @@ def _why_not_to_svd(module: nn.Module) -> str | None:
 
 
 def _why_not_to_dense(module: nn.Module) -> str | None:
+    if getattr(module, "nonlinearity", None) == "modrelu":
+        return "nn.RNN has no modReLU"
     return _why_not(module, _FACTORED) if isinstance(module, _FACTORED) else None
 
 
 def _why_not_to_compress(module: nn.Module) -> str | None:
     if not _holds_matrix(module):
         return None
-    if isinstance(module, (nn.RNN, RNNSVD)):
+    if isinstance(module, (nn.RNNBase, Recurrent)):
         return "an RNN's kernel takes no thin weights"
     if isinstance(module, LinearOrthogonal):
         return "its singular values are all 1"
@@ -226,7 +231,7 @@ def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
     held = [name for name, _ in named if name != "_layout"]
     matrices = _names_of_matrices(module)
     if any(name not in held for name in matrices) or any(
-        name not in matrices and not name.startswith(("bias", "weight_ih")) for name in held
+        name not in matrices and not name.startswith(("bias", "weight_ih", "weight_hr")) for name in held
     ):
         return f"it holds {', '.join(held)}, not what its class holds"
     if getattr(module, "groups", 1) != 1:
@@ -237,7 +242,7 @@ def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
 def _names_of_matrices(module: Any) -> tuple[str, ...]:
     if isinstance(module, Factored):
         return module._factor_names
-    if isinstance(module, nn.RNN):
+    if isinstance(module, nn.RNNBase):
         return tuple(name for name, _ in parameters_of(module) if name.startswith("weight_hh"))
     return ("weight",)
 

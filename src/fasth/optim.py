@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fasth.nn import RNNSVD, LinearOrthogonal, LinearSymmetric
 from fasth.nn.factors import SVDFactors
+from fasth.nn.recurrent import Recurrent
 from fasth.parametrizations import OrthogonalWeight, SVDWeight
 from fasth.spectrum import Spectrum, free
 
@@ -54,7 +55,9 @@ def param_groups(
     numbers, and get lr/√2. For an ``optimizer`` whose step is as long as the gradient, ``torch.optim.SGD``, sigma's
     rate is the same, and that of the reflectors is 0.3·lr, and half of it for full ones. Where a spectrum maps sigma to
     σ, the rate is divided by the slope of the map, for SGD by its square. For a layer of rank r, Adam's rates are
-    multiplied by √(min(n, m)/r), since fewer numbers move W less. All else has the rate lr.
+    multiplied by √(min(n, m)/r), since fewer numbers move W less. An ``RNNSVD`` whose σ are bounded, as by default, is
+    made to remember, and a change of W_hh acts at every time step: its reflectors have lr/20, or lr/10 where W_hh is
+    orthogonal, and sigma a hundredth of the rate above. All else has the rate lr.
     ``docs/training.md`` has the derivation and the experiments.
 
     **Decay.** As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W: where the loss has no gradient, a step takes
@@ -109,6 +112,9 @@ class _Weight(NamedTuple):
     rank: int
     form: str
     spectrum: Spectrum
+    remembering: int = (
+        0  # of an RNN with bounded singular values: how many orthogonal factors its memory passes through
+    )
 
 
 class _Rule(NamedTuple):
@@ -118,11 +124,13 @@ class _Rule(NamedTuple):
 
     def sigma(self, W: _Weight) -> float:
         factor, slope = (math.sqrt(W.n) + math.sqrt(W.m)) / 2, _slope(W.spectrum)
+        factor *= 0.01 if W.remembering else 1.0
         return factor / slope**2 if self.follows_gradient else factor / slope * _thinness(W)
 
     def reflectors(self, W: _Weight) -> float:
         factor = 1.0 if W.form == "compact" else math.sqrt(0.5)
-        return 0.3 * factor**2 if self.follows_gradient else factor * _thinness(W)
+        caution = 0.1 / W.remembering if W.remembering else 1.0
+        return caution * (0.3 * factor**2 if self.follows_gradient else factor * _thinness(W))
 
 
 def _thinness(W: _Weight) -> float:
@@ -162,9 +170,13 @@ def _weight_of(module: Any) -> _Weight | None:
         return _Weight(n, m, min(n, m), "compact", getattr(module[0], "spectrum", free()))
     if isinstance(module, SVDFactors):
         return _Weight(*module._matrix_shape, module.rank, module.form, module.spectrum)
-    if isinstance(module, RNNSVD):
-        h = module.hidden_size
-        return _Weight(h, h, h, "compact", module.spectrum)
+    if isinstance(module, Recurrent):
+        n, m = module._matrix_shape
+        spectrum = module.spectrum or free()
+        remembering = 0
+        if isinstance(module, RNNSVD):
+            remembering = 1 if module.spectrum is None else 2 * spectrum.bounded
+        return _Weight(n, m, min(n, m), "compact", spectrum, remembering)
     if isinstance(module, (LinearOrthogonal, LinearSymmetric)):
         n, m = module.out_features, module.in_features
         return _Weight(n, m, min(n, m), module.form, getattr(module, "spectrum", free()))

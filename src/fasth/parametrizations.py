@@ -177,11 +177,7 @@ class SVDWeight(_Weight):
 
     def svd(self, reflectors: Tensor, sigma: Tensor) -> SVD:
         """W as its factors, differentiable."""
-        sigma = self.spectrum(sigma)
-        if reflectors.ndim == 2:
-            return SVD.of_shared(reflectors, sigma)
-        U = Orthogonal(reflectors.mT, form="compact")
-        return SVD(U, sigma, Orthogonal(reflectors, form="compact", signs=diagonal_signs(reflectors, sigma.shape[-1])))
+        return SVD.of_shared(reflectors, self.spectrum(sigma))
 
     def forward(self, reflectors: Tensor, sigma: Tensor) -> Tensor:
         if 0 in reflectors.shape:

@@ -120,7 +120,7 @@ def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _is_factor(name: str) -> bool:
-    return not name.startswith(("bias", "weight_ih"))
+    return not name.startswith(("bias", "weight_ih", "weight_hr"))
 
 
 def _same_factors(a: nn.Module, b: nn.Module) -> bool:

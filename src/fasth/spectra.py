@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fasth.nn import RNNSVD, LinearOrthogonal, LinearSymmetric
+from fasth.nn import LinearOrthogonal, LinearSymmetric
 from fasth.nn.factors import SVDFactors
+from fasth.nn.recurrent import Recurrent
 from fasth.parametrizations import OrthogonalWeight, SVDWeight
 
 __all__ = ["LayerSpectrum", "Spectra", "spectra"]
@@ -153,10 +154,10 @@ def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
 
 def _weights_of(module: Any) -> Iterator[Weight]:
     """Those of one module, by the names that they have in it."""
-    if isinstance(module, RNNSVD):
-        factor_names = module._dense_names()
+    if isinstance(module, Recurrent):
+        factor_names, trained = module._dense_names(), module.spectrum is not None
         for name, svd in module.svds.items():
-            yield Weight(name, tuple(svd.shape), svd.sigma, True, _factors(module, factor_names[name]))
+            yield Weight(name, tuple(svd.shape), svd.sigma, trained, _factors(module, factor_names[name]))
     elif isinstance(module, LinearOrthogonal):
         shape, ones = (module.out_features, module.in_features), module.reflectors.new_ones(len(module.reflectors))
         yield Weight("", shape, ones, False, _factors(module, module._factor_names))

@@ -22,6 +22,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Spectrum(ABC):
     """A map of (*, k) → (*, k), raw to sigma, with finite gradients everywhere."""
 
+    bounded = False  # whether sigma has a bound below and one above
+
     @abstractmethod
     def __call__(self, raw: Tensor) -> Tensor: ...
 
@@ -111,6 +113,8 @@ _STEEP = math.log1p(-_OFF_THE_END) - math.log(_OFF_THE_END)
 
 @dataclass(frozen=True)
 class _Between(Spectrum):
+    bounded = True
+
     low: float
     high: float
     center: float | None = None

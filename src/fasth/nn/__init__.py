@@ -2,7 +2,18 @@
 
 from fasth.nn.cache import cached
 from fasth.nn.conv import Conv1dSVD, Conv2dSVD
+from fasth.nn.gated import GRUSVD, LSTMSVD
 from fasth.nn.linear import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.nn.rnn import RNNSVD
 
-__all__ = ["RNNSVD", "Conv1dSVD", "Conv2dSVD", "LinearOrthogonal", "LinearSVD", "LinearSymmetric", "cached"]
+__all__ = [
+    "GRUSVD",
+    "LSTMSVD",
+    "RNNSVD",
+    "Conv1dSVD",
+    "Conv2dSVD",
+    "LinearOrthogonal",
+    "LinearSVD",
+    "LinearSymmetric",
+    "cached",
+]

@@ -1,8 +1,9 @@
-"""The singular values that a layer starts with."""
+"""The singular values that a layer starts with, and the rotations that a recurrent net does."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,3 +32,18 @@ def singular_values_of_linear(n: int, m: int) -> Tensor:
     right = torch.searchsorted(below, wanted)
     theta = edges[right] - (below[right] - wanted) / mass[right - 1] * (math.pi / GRID)
     return (N / (3 * m) * (1 + c + 2 * math.sqrt(c) * theta.cos())).clamp(min=0).sqrt()
+
+
+def rotations(h: int, kind: str, *, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    """The (h, h) matrix that rotates units 2i and 2i + 1, each pair by an angle of its own; of an odd h the last is 1.
+
+    "henaff": angles uniform in [−π, π], so that a state comes back to where it was after no common number of steps.
+    "cayley": −tan(t/2) with t uniform in [0, π/2], at most a radian: slow rotations, close to the identity.
+    """
+    uniform = torch.rand(h // 2, dtype=torch.float64, device="cpu")
+    angles = (2 * uniform - 1) * math.pi if kind == "henaff" else -(uniform * math.pi / 4).tan()
+    first = torch.arange(0, h - 1, 2)
+    W = torch.eye(h, dtype=torch.float64, device="cpu")
+    W[first, first] = W[first + 1, first + 1] = angles.cos()
+    W[first, first + 1], W[first + 1, first] = angles.sin(), -angles.sin()
+    return W.to(device=device, dtype=dtype)

@@ -2,67 +2,76 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, overload
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from fasth import spectrum as spectra
-from fasth.functional import autocast_enabled, check_tensor
-from fasth.nn.factored import Factored, Factors, check_dtype, one_of
-from fasth.nn.factors import INITS, check_signs, put_signs
-from fasth.nn.linear import LinearSVD
-from fasth.operators import SVD
+from fasth.functional import autocast_enabled
+from fasth.nn.factored import one_of
+from fasth.nn.recurrence import NONLINEARITIES, Times, last_states, recurrence
+from fasth.nn.recurrent import Recurrent
+from fasth.private import transform_active
+from fasth.reflections.core import core_for
 
-FACTORS = ("reflectors", "sigma")
-OPTIONS = {
-    "num_layers": 1,
-    "nonlinearity": "tanh",
-    "bias": True,
-    "batch_first": False,
-    "dropout": 0.0,
-    "bidirectional": False,
-}
+EPS = 0.01
 
 
-class RNNSVD(Factored):
-    """h_t = tanh(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh) with W_hh = U diag(σ) Vᵀ held, and trained, as its SVD.
+class RNNSVD(Recurrent):
+    """h_t = f(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh) with W_hh = U diag(σ) Vᵀ held, and trained, as its SVD.
 
     ``nn.RNN``'s signature, shapes and parameters, except that each ``weight_hh_l{k}[_reverse]``: (hidden, hidden) is
     made of the parameters ``reflectors_l{k}[_reverse]``: (hidden, hidden) and ``sigma_l{k}[_reverse]``: (hidden,), as
     ``LinearSVD`` says. It can be read as an attribute.
 
-    What h_T owes to h_t is a product of T − t of these matrices (and slopes of tanh), so it explodes or vanishes with
+    What h_T owes to h_t is a product of T − t of these matrices (and slopes of f), so it explodes or vanishes with
     σ^(T − t). The spectrum keeps σ within 1 ± eps, exactly and at every step of training.
 
     Args:
-        input_size, …, dtype: those of ``nn.RNN``.
+        input_size, …, dtype: those of ``nn.RNN``, but for the default of ``nonlinearity``.
+        nonlinearity: "modrelu": f(z) = sign(z) · relu(|z| + b), with a bias b of its own, ``bias_modrelu_l{k}
+            [_reverse]``: (hidden,), which starts at 0. Its slope is 0 or 1, and at the start 1, so it neither shrinks
+            states nor their gradients. "tanh" and "relu": those of ``nn.RNN``, which remember less.
         spectrum: the map from the parameters ``sigma`` to σ, of ``fasth.spectrum``; by default ``around(1, eps)``.
-        eps: how far σ may be from 1; for the default spectrum only.
-        init: "haar": each W_hh is a uniformly distributed orthogonal matrix. "identity": W_hh = I. In both σ is 1, or
-            what the spectrum has nearest to it. All else is drawn as in ``nn.RNN``.
+        eps: how far σ may be from 1; for the default spectrum only. With 0 the weights are orthogonal: there are no
+            parameters ``sigma``, and forming W_hh = H₁⋯H_h diag(signs) takes a third of the work.
+        init: the orthogonal matrix that each W_hh starts as. "henaff": rotations of pairs of units by angles uniform in
+            [−π, π]. "cayley": by angles −tan(t/2) with t uniform in [0, π/2]. "haar": uniformly distributed.
+            "identity". σ is 1, or what the spectrum has nearest to it. All else is drawn as in ``nn.RNN``.
 
-    The weights are formed once per call, each at the cost of about 2·hidden time steps of a single sequence, and handed
-    to the kernel that ``nn.RNN`` uses; within ``fasth.cached()`` they are formed once.
+    The weights are formed once per call, each at the cost of about 2·hidden time steps of a single sequence, and within
+    ``fasth.cached()`` once. On a CPU, in float32 and float64, the compiled core then runs through all times, in about
+    half the time of ``nn.RNN``. Elsewhere tanh and relu take torch's kernels, and modReLU a loop over time.
+    ``docs/recurrent.md`` says what to choose.
+
+    Example:
+        >>> rnn = RNNSVD(10, 128)
+        >>> output, h = rnn(torch.randn(100, 32, 10))
+        >>> output.shape, h.shape
+        (torch.Size([100, 32, 128]), torch.Size([1, 32, 128]))
     """
 
-    input_size: int
-    hidden_size: int
-    num_layers: int
+    _twin = nn.RNN
+    _gates = 1
+    _defaults = {  # noqa: RUF012
+        "num_layers": 1,
+        "nonlinearity": "modrelu",
+        "bias": True,
+        "batch_first": False,
+        "dropout": 0.0,
+        "bidirectional": False,
+    }
+
     nonlinearity: str
-    bias: bool  # type: ignore[assignment]
-    batch_first: bool
-    dropout: float
-    bidirectional: bool
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        nonlinearity: str = "tanh",
+        nonlinearity: str = "modrelu",
         bias: bool = True,
         batch_first: bool = False,
         dropout: float = 0.0,
@@ -71,163 +80,60 @@ class RNNSVD(Factored):
         dtype: torch.dtype | None = None,
         *,
         spectrum: spectra.Spectrum | None = None,
-        eps: float = 0.1,
-        init: str = "haar",
+        eps: float = EPS,
+        init: str = "henaff",
     ) -> None:
         super().__init__()
-        check_dtype(dtype)
-        # nn.RNN checks the arguments, and knows the names and shapes of its parameters.
-        options = (num_layers, nonlinearity, bias, batch_first, dropout, bidirectional)
+        one_of("nonlinearity", nonlinearity, NONLINEARITIES)
+        options = (num_layers, "tanh", bias, batch_first, dropout, bidirectional)
         dense = nn.RNN(input_size, hidden_size, *options, device="meta")
-        for name, value in _arguments(dense).items():
-            setattr(self, name, value)
-        self.spectrum = spectra.around(1, eps) if spectrum is None else spectrum
-        self.init = one_of("init", init, INITS)
-        for name, parameter in dense.named_parameters():
-            if name.startswith("weight_hh"):
-                self._add_factors(name.removeprefix("weight_hh_"), device, dtype)
-            else:
-                self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype)))
-        self._factor_names = tuple(f"{factor}_{where}" for where in self._places() for factor in FACTORS)
+        if spectrum is None and eps != 0:
+            spectrum = spectra.around(1, eps)
+        self._add_parameters(dense, spectrum, init, device, dtype)
+        self.nonlinearity = nonlinearity
+        for where in self._places() if nonlinearity == "modrelu" else ():
+            bias_modrelu = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+            self.register_parameter(f"bias_modrelu_{where}", bias_modrelu)
         self.reset_parameters()
 
-    def _places(self) -> list[str]:
-        """The layers and directions, as the names of parameters end."""
-        directions = ("", "_reverse") if self.bidirectional else ("",)
-        return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
-
-    def _add_factors(self, where: str, device: Any, dtype: torch.dtype | None) -> None:
-        h = self.hidden_size
-        for name, shape in (("reflectors", (h, h)), ("sigma", (h,))):
-            self.register_parameter(f"{name}_{where}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-
     def reset_parameters(self) -> None:
-        """The hidden-to-hidden weights as ``init`` says, everything else as in ``nn.RNN``."""
-        if self.weight_ih_l0.is_meta:
-            return
+        """The hidden-to-hidden weights as ``init`` says, modReLU's biases zero, everything else as in ``nn.RNN``."""
+        super().reset_parameters()
         for name, parameter in self.named_parameters():
-            if name.startswith(("weight_ih", "bias")):
-                nn.init.uniform_(parameter, -1 / math.sqrt(self.hidden_size), 1 / math.sqrt(self.hidden_size))
-        h = self.hidden_size
-        for where in self._places():
-            square = LinearSVD(h, h, False, **_like(self), spectrum=self.spectrum, init=self.init)
-            self._copy_factors(square.requires_grad_(getattr(self, f"sigma_{where}").requires_grad), where)
+            if name.startswith("bias_modrelu"):
+                nn.init.zeros_(parameter)
 
-    def _copy_factors(self, square: LinearSVD, where: str) -> None:
-        for name in FACTORS:
-            self._write(**{f"{name}_{where}": getattr(square, name)})
-            getattr(self, f"{name}_{where}").requires_grad_(getattr(square, name).requires_grad)
+    def _run(self, input: Tensor, states: list[Tensor], batch_sizes: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        (hx,) = states
+        if self.nonlinearity != "modrelu" and not self._on_core(input, hx):
+            kernel = torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu
+            return self._by_kernel(kernel, input, hx, batch_sizes)
+        sizes = None if batch_sizes is None else batch_sizes.tolist()
+        x = input.transpose(0, 1) if self.batch_first and sizes is None else input
+        if len(x) == 0:
+            raise ValueError(f"`input` should have at least one time step; got shape {tuple(input.shape)}")
+        weights, hidden = iter(zip(self._places(), self._weights(), hx, strict=True)), []
+        directions = 1 + self.bidirectional
+        for layer in range(self.num_layers):
+            if layer and self.dropout:
+                x = F.dropout(x, self.dropout, self.training)
+            outputs = []
+            for direction in range(directions):
+                times = Times(sizes, reverse=bool(direction))
+                outputs.append(self._layer(x, *next(weights), times))
+                hidden.append(last_states(outputs[-1], times))
+            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        return x.transpose(0, 1) if self.batch_first and sizes is None else x, [torch.stack(hidden)]
 
-    def _svd(self, where: str) -> SVD:
-        reflectors, sigma = (getattr(self, f"{name}_{where}") for name in FACTORS)
-        return SVD.of_shared(reflectors, self.spectrum(sigma))
+    def _on_core(self, input: Tensor, hx: Tensor) -> bool:
+        return (
+            not (transform_active() or autocast_enabled(input)) and core_for(input, hx, self.weight_ih_l0) is not None
+        )
 
-    @property
-    def svds(self) -> dict[str, SVD]:
-        """The SVD of each hidden-to-hidden weight, by the name that it has in ``nn.RNN``; differentiable."""
-        return {f"weight_hh_{where}": self._svd(where) for where in self._places()}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("weight_hh_") and (where := name.removeprefix("weight_hh_")) in self._places():
-            cached = self._cached_weight()
-            return self._svd(where).dense() if cached is None else cached[self._places().index(where)]
-        return super().__getattr__(name)
-
-    @property
-    def weight(self) -> Tensor:
-        """All hidden-to-hidden weights: (num_layers·directions, hidden, hidden), in the order of the hidden states."""
-        return torch.stack(self._hidden_weights())
-
-    def _form(self) -> list[Tensor]:
-        # Contiguous, since every time step multiplies by them, and its gradient adds to theirs.
-        return [self._svd(where).dense().contiguous() for where in self._places()]
-
-    def _hidden_weights(self) -> list[Tensor]:
-        cached = self._cached_weight()
-        return self._form() if cached is None else cached
-
-    def _weights(self) -> list[Tensor]:
-        """As the kernel takes them: for each layer and direction W_ih, W_hh and, if any, b_ih and b_hh."""
-        weights = []
-        for where, W_hh in zip(self._places(), self._hidden_weights(), strict=True):
-            biases = [getattr(self, f"{name}_{where}") for name in ("bias_ih", "bias_hh")] if self.bias else []
-            weights += [getattr(self, f"weight_ih_{where}"), W_hh, *biases]
-        return weights
-
-    @overload
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(self, input: PackedSequence, hx: Tensor | None = None) -> tuple[PackedSequence, Tensor]: ...
-
-    def forward(
-        self, input: Tensor | PackedSequence, hx: Tensor | None = None
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """The hidden states of the last layer at all times, and those of all layers after the last time.
-
-        Args:
-            input: (time, batch, input_size), (batch, time, input_size) if ``batch_first``, (time, input_size), or a
-                packed sequence.
-            hx: (num_layers·directions, batch, hidden_size), without the batch if ``input`` has none. Zeros by default.
-        """
-        kernel = torch.rnn_tanh if self.nonlinearity == "tanh" else torch.rnn_relu
-        options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
-        if isinstance(input, PackedSequence):
-            data, batch_sizes, order, order_back = input
-            hx = self._initial(data, int(batch_sizes[0]), hx)
-            hx = hx if order is None else hx.index_select(1, order)
-            output, hidden = kernel(data, batch_sizes, hx, self._weights(), *options)
-            hidden = hidden if order_back is None else hidden.index_select(1, order_back)
-            return PackedSequence(output, batch_sizes, order, order_back), hidden
-        check_tensor("input", input)
-        if input.ndim not in (2, 3):
-            raise ValueError(f"`input` should have two or three dimensions; got shape {tuple(input.shape)}")
-        if hx is not None and hx.ndim != input.ndim:
-            raise ValueError(
-                f"`hx` should have as many dimensions as `input`, of shape {tuple(input.shape)}; got {tuple(hx.shape)}"
-            )
-        batch_dim = 0 if self.batch_first else 1
-        if input.ndim == 2:
-            output, hidden = self.forward(input.unsqueeze(batch_dim), None if hx is None else hx.unsqueeze(1))
-            return output.squeeze(batch_dim), hidden.squeeze(1)
-        hx = self._initial(input, input.shape[batch_dim], hx)
-        return kernel(input, hx, self._weights(), *options, self.batch_first)
-
-    def _initial(self, input: Tensor, batch: int, hx: Tensor | None) -> Tensor:
-        """``hx``, or zeros, after a check of both."""
-        if input.shape[-1] != self.input_size:
-            raise ValueError(f"`input` should have last dimension {self.input_size}; got shape {tuple(input.shape)}")
-        dtype = self.weight_ih_l0.dtype
-        if input.dtype != dtype and not autocast_enabled(input):
-            raise ValueError(f"`input` should have the layer's dtype, {dtype}; got {input.dtype}")
-        shape = (len(self._places()), batch, self.hidden_size)
-        if hx is None:
-            return input.new_zeros(shape)
-        if hx.shape != shape:
-            raise ValueError(
-                f"`hx` should have shape {shape}, or {shape[::2]} for unbatched input; got {tuple(hx.shape)}"
-            )
-        return hx
-
-    def _dense_names(self) -> dict[str, tuple[str, ...]]:
-        return {f"weight_hh_{where}": tuple(f"{name}_{where}" for name in FACTORS) for where in self._places()}
-
-    def _decompose_named(self, name: str, weight: Tensor) -> Factors:
-        where, like = name.removeprefix("weight_hh_"), {"device": weight.device, "dtype": weight.dtype}
-        h = self.hidden_size
-        square = nn.utils.skip_init(LinearSVD, h, h, False, **like, spectrum=self.spectrum)
-        found = square._decompose(weight)
-        return Factors({f"{factor}_{where}": t for factor, t in found.tensors.items()}, found.change)
-
-    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
-        for where in self._places():
-            signs = state_dict.pop(f"{prefix}signs_{where}", None)
-            if signs is not None:
-                check_signs(f"{prefix}signs_{where}", signs)
-                put_signs(state_dict, f"{prefix}reflectors_{where}", signs.prod(0))
-
-    def flatten_parameters(self) -> None:
-        """Nothing to do: it is here because code that is written for ``nn.RNN`` calls it."""
+    def _layer(self, x: Tensor, where: str, weights: list[Tensor], h0: Tensor, times: Times) -> Tensor:
+        W_ih, W_hh, *biases = weights
+        given = F.linear(x, W_ih, sum(biases[1:], biases[0]) if biases else None)
+        return recurrence(given, W_hh, h0, getattr(self, f"bias_modrelu_{where}", None), self.nonlinearity, times)
 
     @classmethod
     def from_rnn(cls, rnn: nn.RNN, *, spectrum: spectra.Spectrum | None = None) -> RNNSVD:
@@ -237,43 +143,10 @@ class RNNSVD(Factored):
         other replaces singular values that it does not have by the nearest ones that it has. One SVD of each hidden-to-
         hidden weight: O(hidden³). Draws no random numbers.
         """
-        if not isinstance(rnn, nn.RNN):
-            raise TypeError(f"`rnn` should be an nn.RNN; got {type(rnn).__name__}")
-        h, spectrum = rnn.hidden_size, spectra.free() if spectrum is None else spectrum
-        layer: RNNSVD = nn.utils.skip_init(cls, **_arguments(rnn), **_like(rnn), spectrum=spectrum)
-        square = nn.utils.skip_init(LinearSVD, h, h, False, **_like(rnn), spectrum=spectrum)
-        for name, parameter in rnn.named_parameters(remove_duplicate=False):
-            if name.startswith("weight_hh_"):
-                square.set_weight_(parameter).requires_grad_(parameter.requires_grad)
-                layer._copy_factors(square, name.removeprefix("weight_hh_"))
-            else:
-                _copy(parameter, getattr(layer, name))
-        return layer.train(rnn.training)
+        return cls._from_twin(rnn, spectrum=spectra.free() if spectrum is None else spectrum)
 
     def to_rnn(self) -> nn.RNN:
         """An ``nn.RNN`` with this layer's weights, biases, dtype, device and mode. They share no memory."""
-        like = _like(self)
-        rnn = nn.RNN(**_arguments(self), device="meta", dtype=like["dtype"]).to_empty(device=like["device"])
-        with torch.enable_grad():  # a weight is to be trained if one of its factors is
-            for name, parameter in rnn.named_parameters():
-                _copy(getattr(self, name), parameter)
-        return rnn.train(self.training)
-
-    def extra_repr(self) -> str:
-        options = [f"{name}={value!r}" for name in OPTIONS if (value := getattr(self, name)) != OPTIONS[name]]
-        return ", ".join([f"{self.input_size}, {self.hidden_size}", *options, f"spectrum={self.spectrum}"])
-
-
-def _arguments(rnn: nn.RNN | RNNSVD) -> dict[str, Any]:
-    return {name: getattr(rnn, name) for name in ("input_size", "hidden_size", *OPTIONS)}
-
-
-def _like(rnn: nn.RNN | RNNSVD) -> dict[str, Any]:
-    return {"device": rnn.weight_ih_l0.device, "dtype": rnn.weight_ih_l0.dtype}
-
-
-@torch.no_grad()
-def _copy(source: Tensor, target: Tensor) -> None:
-    """The values, and whether they are to be trained."""
-    target.copy_(source)
-    target.requires_grad_(source.requires_grad)
+        if self.nonlinearity == "modrelu":
+            raise ValueError("`nonlinearity` should be one that nn.RNN has, 'tanh' or 'relu'; got 'modrelu'")
+        return self._to_twin()

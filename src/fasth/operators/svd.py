@@ -69,9 +69,12 @@ class SVD(Matrix):
     def of_shared(cls, matrix: Tensor, sigma: Tensor) -> SVD:
         """From one (n, m) matrix that holds the compact reflectors of U and V, and signs, as that of ``LinearSVD``.
 
-        Products take it whole, and so have one gradient where two would be added up. U and V are made when asked for;
-        the signs on the diagonal are those of V's columns.
+        Products take it whole, and so have one gradient where two would be added up, and U and V are made when asked
+        for; of a batch, (*b, n, m), they are made at once. The signs on the diagonal are those of V's columns.
         """
+        if matrix.ndim > 2:
+            signs = diagonal_signs(matrix, sigma.shape[-1])
+            return cls(Orthogonal(matrix.mT, form="compact"), sigma, Orthogonal(matrix, form="compact", signs=signs))
         svd = object.__new__(cls)
         svd.sigma, svd._shared = sigma, matrix
         return svd

@@ -18,7 +18,8 @@ from fasth import private
 LEVELS = ("baseline", "avx2", "avx512")
 BACKENDS = ("auto", "core", "torch")
 
-_FUNCTIONS = ("connect", "accepts", "householder", "householder_backward", "svd_linear", "svd_linear_backward")
+_OPERATIONS = ("householder", "svd_linear", "recurrence")
+_FUNCTIONS = ("connect", "accepts", *_OPERATIONS, *(f"{name}_backward" for name in _OPERATIONS))
 _SWITCH = {"on": True, "1": True, "true": True, "yes": True, "": True}
 _SWITCH |= {"off": False, "0": False, "false": False, "no": False, "disabled": False}
 

@@ -158,6 +158,46 @@ def _svd_linear_backward_fake(
     return _or_empty(results, g)
 
 
+def _recurrence(
+    x: Tensor, sizes: list[int] | None, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, reverse: bool
+) -> Tensor:
+    return core().recurrence(x, sizes, W, h0, bias, f, reverse, torch.get_num_threads())
+
+
+def _recurrence_fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _recurrence_backward(
+    g: Tensor,
+    sizes: list[int] | None,
+    W: Tensor,
+    out: Tensor,
+    h0: Tensor,
+    f: int,
+    reverse: bool,
+    needs_h0: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, ...]:
+    options = f, reverse, needs_h0, needs_bias, torch.get_num_threads()
+    return _or_empty(core().recurrence_backward(g, sizes, W, out, h0, *options), g)
+
+
+def _recurrence_backward_fake(
+    g: Tensor,
+    sizes: list[int] | None,
+    W: Tensor,
+    out: Tensor,
+    h0: Tensor,
+    f: int,
+    reverse: bool,
+    needs_h0: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, ...]:
+    dx, dh0 = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (g, h0))
+    return _or_empty((dx, dh0 if needs_h0 else None, g.new_empty(len(W)) if needs_bias else None), g)
+
+
 _library = torch.library.Library("fasth", "DEF")
 
 
@@ -197,4 +237,17 @@ svd_linear_backward = _define(
     "int kind, int block_size, bool[] needs, bool symmetric) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear_backward,
     _svd_linear_backward_fake,
+)
+recurrence = _define(
+    "recurrence",
+    "(Tensor x, SymInt[]? sizes, Tensor W, Tensor h0, Tensor? bias, int f, bool reverse) -> Tensor",
+    _recurrence,
+    _recurrence_fake,
+)
+recurrence_backward = _define(
+    "recurrence_backward",
+    "(Tensor g, SymInt[]? sizes, Tensor W, Tensor out, Tensor h0, int f, bool reverse, bool needs_h0, bool needs_bias) "
+    "-> (Tensor, Tensor, Tensor)",
+    _recurrence_backward,
+    _recurrence_backward_fake,
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fasth
+from fasth.nn.rnn import EPS
 from fasth.reproduce.methods import Function, of_module, product, unit
 
 BATCH = 32  # sequences at a time: a recurrent layer takes its rows as (rows / BATCH) time steps of so many
@@ -64,13 +65,13 @@ def _rnn(d: int, N: Tensor) -> tuple[nn.Module, Function]:
 
 
 def _rnn_svd(d: int, N: Tensor) -> tuple[nn.Module, Function]:
-    layer = fasth.RNNSVD(d, d).eval()
-    names = [name for name, _ in layer.named_parameters()]
+    layer = fasth.RNNSVD(d, d, nonlinearity="tanh").eval()
+    names, spectrum = [name for name, _ in layer.named_parameters()], fasth.spectrum.around(1, EPS)
 
     def obvious(x: Tensor, *parameters: Tensor) -> Tensor:
         of = dict(zip(names, parameters, strict=True))
         I = torch.eye(d, dtype=x.dtype)
-        W_hh = _svd(I, of["reflectors_l0"], layer.spectrum(of["sigma_l0"])).mT
+        W_hh = _svd(I, of["reflectors_l0"], spectrum(of["sigma_l0"])).mT
         return _elman(x, of["weight_ih_l0"], W_hh, of["bias_ih_l0"], of["bias_hh_l0"])
 
     return _Sequences(layer, d).eval(), obvious

@@ -19,7 +19,7 @@ import torch
 from fasth.reproduce.methods import METHODS, Case
 
 # Blocks of more than so many bytes are the process's own while in use, and the system's again when freed.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 _STATUS = Path("/proc/self/status")
 
 
@@ -36,7 +36,7 @@ def peaks(names: Sequence[str], d: int, rows: int, dtype: str, device: str, thre
     request = [json.dumps(names), str(d), str(rows), dtype, str(threads)]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *request],
-        env={**os.environ, **_ALLOCATOR},
+        env={**os.environ, **ALLOCATOR},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -61,10 +61,14 @@ def _on_cuda(case: Case) -> int:
 def _on_cpu(name: str, d: int, rows: int, dtype: str) -> int:
     """Above what the process has after a small step, which loads and sets up what there is to set up."""
     _build(name, 8, rows, dtype, "cpu").step()
-    case = _build(name, d, rows, dtype, "cpu")
+    return peak(_build(name, d, rows, dtype, "cpu").step)
+
+
+def peak(step: Callable[[], object]) -> int:
+    """How many bytes more this process has at most while it does the step."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
-    case.step()
+    step()
     return max(0, _status("VmHWM") - before)
 
 
@@ -73,7 +77,7 @@ def _status(field: str) -> int:
     return int(next(lines).split()[1]) * 1024
 
 
-def _forked(function: Callable[[], int]) -> int | None:
+def forked(function: Callable[[], int]) -> int | None:
     """What the function returns in a process of its own; None if that ends badly."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -93,7 +97,7 @@ def _forked(function: Callable[[], int]) -> int | None:
 def _main(names: str, d: str, rows: str, dtype: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     gc.freeze()  # a collection would copy what the children share with this process
-    found = {name: _forked(lambda: _on_cpu(name, int(d), int(rows), dtype)) for name in json.loads(names)}  # noqa: B023
+    found = {name: forked(lambda: _on_cpu(name, int(d), int(rows), dtype)) for name in json.loads(names)}  # noqa: B023
     print(json.dumps(found))
 
 

@@ -1,0 +1,327 @@
+"""What recurrent nets share whose hidden-to-hidden weights are held as their singular value decompositions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fasth import spectrum as spectra
+from fasth.functional import autocast_enabled, check_tensor, svd_dense
+from fasth.nn.factored import Factored, Factors, check_dtype, one_of
+from fasth.nn.factors import INITS, check_signs, one_side, put_signs
+from fasth.nn.init import rotations
+from fasth.nn.linear import LinearOrthogonal, LinearSVD
+from fasth.operators import SVD, Orthogonal
+from fasth.operators.orthogonal import compact_from_dense
+from fasth.reflections.autograd import diagonal_signs
+
+Self = TypeVar("Self", bound="Recurrent")
+
+RECURRENT_INITS = (*INITS, "henaff", "cayley")
+BIASES = ("bias_ih", "bias_hh")
+
+
+class Recurrent(Factored):
+    """A net with the parameters of ``_twin``, a class of ``torch.nn``, but for its hidden-to-hidden weights.
+
+    Of each ``weight_hh_l{k}[_reverse]``: (gates·n, m), the matrix of every gate is W = U diag(σ) Vᵀ. In its place are
+    the parameters ``reflectors_l{k}[_reverse]``: (gates·n, m), and ``sigma_l{k}[_reverse]``: (gates·min(n, m),), those
+    of the gates one below the other, each as ``LinearSVD`` has them. With ``orthogonal`` W is orthogonal, there is no
+    sigma, and the reflectors are as ``LinearOrthogonal`` has them.
+    """
+
+    _twin: type[nn.RNNBase]
+    _gates: int
+    _defaults: dict[str, Any]  # of the options that the twin has besides its sizes
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    bias: bool  # type: ignore[assignment]
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    spectrum: spectra.Spectrum | None  # None: the weights are orthogonal
+
+    def _add_parameters(
+        self, dense: nn.RNNBase, spectrum: spectra.Spectrum | None, init: str, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Those of ``dense``, which has checked the options, and knows the names and shapes of its parameters."""
+        check_dtype(dtype)
+        for name in ("input_size", "hidden_size", *self._defaults):
+            setattr(self, name, getattr(dense, name))
+        self.spectrum, self.init = spectrum, one_of("init", init, RECURRENT_INITS)
+        self._factors_of_one = ("reflectors",) if spectrum is None else ("reflectors", "sigma")
+        n, m = self._matrix_shape
+        if self.init in ("henaff", "cayley") and n != m:
+            raise ValueError(f"`init` should be 'haar' or 'identity' for weights of {n}×{m}; got {init!r}")
+        shapes = {"reflectors": (self._gates * n, m), "sigma": (self._gates * min(n, m),)}
+        for name, parameter in dense.named_parameters():
+            if name.startswith("weight_hh"):
+                names = {f"{factor}_{self._place(name)}": shapes[factor] for factor in self._factors_of_one}
+            else:
+                names = {name: tuple(parameter.shape)}
+            for of, shape in names.items():
+                self.register_parameter(of, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._factor_names = tuple(f"{factor}_{where}" for where in self._places() for factor in self._factors_of_one)
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int]:
+        """That of the hidden-to-hidden matrix of a gate."""
+        return self.hidden_size, getattr(self, "proj_size", 0) or self.hidden_size
+
+    @staticmethod
+    def _place(name: str) -> str:
+        """The layer and the direction of a hidden-to-hidden weight, as the names of parameters end."""
+        return name.removeprefix("weight_hh_")
+
+    def _places(self) -> list[str]:
+        directions = ("", "_reverse") if self.bidirectional else ("",)
+        return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
+
+    def reset_parameters(self) -> None:
+        """The hidden-to-hidden weights as ``init`` says, everything else as in ``torch.nn``."""
+        if self.weight_ih_l0.is_meta:
+            return
+        bound = 1 / math.sqrt(self.hidden_size)
+        for name, parameter in self.named_parameters():
+            if name.startswith(("weight", "bias")):
+                nn.init.uniform_(parameter, -bound, bound)
+        for where in self._places():
+            gates = [self._new_gate(self.init, **_like(self)) for _ in range(self._gates)]
+            self._write(**self._stacked([{n: getattr(gate, n) for n in self._factors_of_one} for gate in gates], where))
+
+    def _new_gate(self, init: str, **like: Any) -> LinearSVD | LinearOrthogonal:
+        """A layer with a matrix such as a gate has."""
+        n, m = self._matrix_shape
+        options = like | {"init": init if init in INITS else "identity"}
+        gate: Any
+        if self.spectrum is None:
+            gate = LinearOrthogonal(m, n, False, **options)
+        else:
+            gate = LinearSVD(m, n, False, **options, spectrum=self.spectrum)
+        if init not in INITS and not gate._first().is_meta:
+            Q, signs = compact_from_dense(rotations(n, init, **like))
+            if self.spectrum is None:
+                gate._write(**gate._as_parameters(Q, signs))
+            else:  # U is the rotation, and V the identity
+                sigma, sides = torch.ones_like(signs), torch.stack((signs, -torch.ones_like(signs)))
+                start = {"sigma": self.spectrum.start(sigma)}
+                gate._write(**gate._as_parameters(Q, sigma, torch.zeros_like(Q), sides) | start)
+        return gate
+
+    def _stacked(self, gates: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
+        """The parameters of a place from the factors of its gates."""
+        return {f"{name}_{where}": torch.cat([gate[name].detach() for gate in gates]) for name in self._factors_of_one}
+
+    def _gate_factors(self, where: str) -> list[tuple[Tensor, Tensor | None]]:
+        """The reflectors and σ of each gate."""
+        reflectors = getattr(self, f"reflectors_{where}").chunk(self._gates)
+        if self.spectrum is None:
+            return [(one, None) for one in reflectors]
+        sigma = getattr(self, f"sigma_{where}").view(self._gates, -1)
+        return list(zip(reflectors, self.spectrum(sigma), strict=True))
+
+    def _svd(self, where: str) -> SVD:
+        gates = self._gate_factors(where)
+        reflectors, sigma = (torch.stack(t) if len(t) > 1 else t[0] for t in zip(*gates, strict=True))
+        if sigma is not None:
+            return SVD.of_shared(reflectors, sigma)
+        h = self.hidden_size
+        Q = Orthogonal(reflectors, form="compact", signs=diagonal_signs(reflectors, h))
+        return SVD(Q, reflectors.new_ones(h), reflectors.new_empty(0, h))
+
+    @property
+    def svds(self) -> dict[str, SVD]:
+        """The SVD of each hidden-to-hidden weight, by the name that it has in ``torch.nn``; differentiable.
+
+        That of a net with gates is a batch of as many matrices, in their order in ``torch.nn``.
+        """
+        return {f"weight_hh_{where}": self._svd(where) for where in self._places()}
+
+    def _dense(self, where: str) -> Tensor:
+        """weight_hh: (gates·n, m). Contiguous, since every time step multiplies by it, and its gradient adds to its."""
+        matrices = []
+        for reflectors, sigma in self._gate_factors(where):
+            of = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
+            matrices.append(svd_dense(*of, form="signed"))
+        return matrices[0].contiguous() if len(matrices) == 1 else torch.cat(matrices)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("weight_hh_") and (where := self._place(name)) in self._places():
+            cached = self._cached_weight()
+            return self._dense(where) if cached is None else cached[self._places().index(where)]
+        return super().__getattr__(name)
+
+    @property
+    def weight(self) -> Tensor:
+        """All hidden-to-hidden weights: (num_layers·directions, gates·n, m), in the order of the hidden states."""
+        return torch.stack(self._hidden_weights())
+
+    def _form(self) -> list[Tensor]:
+        return [self._dense(where) for where in self._places()]
+
+    def _hidden_weights(self) -> list[Tensor]:
+        cached = self._cached_weight()
+        return self._form() if cached is None else cached
+
+    def _weights(self) -> list[list[Tensor]]:
+        """As torch's kernels take them: for each layer and direction W_ih, W_hh and, if any, b_ih, b_hh and W_hr."""
+        names = (*(BIASES if self.bias else ()), *(("weight_hr",) if getattr(self, "proj_size", 0) else ()))
+        return [
+            [getattr(self, f"weight_ih_{where}"), W_hh, *(getattr(self, f"{name}_{where}") for name in names)]
+            for where, W_hh in zip(self._places(), self._hidden_weights(), strict=True)
+        ]
+
+    def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:
+        """The hidden states of the last layer at all times, and those of all layers after the last time.
+
+        Args:
+            input: (time, batch, input_size), (batch, time, input_size) if ``batch_first``, (time, input_size), or a
+                packed sequence.
+            hx: (num_layers·directions, batch, hidden_size), without the batch if ``input`` has none. Zeros by default.
+        """
+        if isinstance(input, PackedSequence):
+            data, batch_sizes, order, order_back = input
+            states = self._initial(data, int(batch_sizes[0]), hx)
+            states = states if order is None else [h.index_select(1, order) for h in states]
+            output, hidden = self._run(data, states, batch_sizes)
+            hidden = hidden if order_back is None else [h.index_select(1, order_back) for h in hidden]
+            return PackedSequence(output, batch_sizes, order, order_back), self._as_given(hidden)
+        check_tensor("input", input)
+        if input.ndim not in (2, 3):
+            raise ValueError(f"`input` should have two or three dimensions; got shape {tuple(input.shape)}")
+        for h in () if hx is None else self._as_list(hx):
+            if h.ndim != input.ndim:
+                raise ValueError(
+                    f"`hx` should have as many dimensions as `input`, of shape {tuple(input.shape)}; "
+                    f"got {tuple(h.shape)}"
+                )
+        batch_dim = 0 if self.batch_first else 1
+        if input.ndim == 2:
+            given = None if hx is None else self._as_given([h.unsqueeze(1) for h in self._as_list(hx)])
+            output, hidden = self.forward(input.unsqueeze(batch_dim), given)
+            return output.squeeze(batch_dim), self._as_given([h.squeeze(1) for h in self._as_list(hidden)])
+        output, hidden = self._run(input, self._initial(input, input.shape[batch_dim], hx), None)
+        return output, self._as_given(hidden)
+
+    def _run(self, input: Tensor, states: list[Tensor], batch_sizes: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """The output and the last states. The rows of a packed sequence come with ``batch_sizes``."""
+        raise NotImplementedError
+
+    def _by_kernel(
+        self, kernel: Any, input: Tensor, states: Any, batch_sizes: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """``_run`` by one of torch's kernels."""
+        weights = [t for of in self._weights() for t in of]
+        options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        if batch_sizes is not None:
+            output, *hidden = kernel(input, batch_sizes, states, weights, *options)
+        else:
+            output, *hidden = kernel(input, states, weights, *options, self.batch_first)
+        return output, hidden
+
+    def _as_list(self, hx: Any) -> list[Tensor]:
+        return [hx]
+
+    def _as_given(self, states: list[Tensor]) -> Any:
+        return states[0]
+
+    def _state_names(self) -> dict[str, int]:
+        """Of the states, how errors call them, and how large they are."""
+        return {"hx": self.hidden_size}
+
+    def _initial(self, input: Tensor, batch: int, hx: Any) -> list[Tensor]:
+        """``hx``, or zeros, after a check of both."""
+        if input.shape[-1] != self.input_size:
+            raise ValueError(f"`input` should have last dimension {self.input_size}; got shape {tuple(input.shape)}")
+        dtype = self.weight_ih_l0.dtype
+        if input.dtype != dtype and not autocast_enabled(input):
+            raise ValueError(f"`input` should have the layer's dtype, {dtype}; got {input.dtype}")
+        names = self._state_names()
+        shapes = {name: (len(self._places()), batch, size) for name, size in names.items()}
+        if hx is None:
+            return [input.new_zeros(shape) for shape in shapes.values()]
+        states = self._as_list(hx)
+        for h, (name, shape) in zip(states, shapes.items(), strict=True):
+            if h.shape != shape:
+                raise ValueError(
+                    f"`{name}` should have shape {shape}, or {shape[::2]} for unbatched input; got {tuple(h.shape)}"
+                )
+        return states
+
+    def _dense_names(self) -> dict[str, tuple[str, ...]]:
+        places = self._places()
+        return {f"weight_hh_{where}": tuple(f"{name}_{where}" for name in self._factors_of_one) for where in places}
+
+    def _decompose_named(self, name: str, weight: Tensor) -> Factors:
+        n, m = self._matrix_shape
+        weight = self._matching(weight, (self._gates * n, m))
+        with torch.device("meta"):
+            gate = self._new_gate("identity", dtype=weight.dtype)
+        found = [gate._decompose(matrix) for matrix in weight.chunk(self._gates)]
+        # Of the whole weight, the change is at most that of the gate that changes most.
+        return Factors(
+            self._stacked([one.tensors for one in found], self._place(name)), max(one.change for one in found)
+        )
+
+    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
+        for where in self._places():
+            signs = state_dict.pop(f"{prefix}signs_{where}", None)
+            if signs is not None:
+                check_signs(f"{prefix}signs_{where}", signs)
+                put_signs(state_dict, f"{prefix}reflectors_{where}", signs.prod(0))
+
+    def flatten_parameters(self) -> None:
+        """Nothing to do: it is here because code that is written for ``torch.nn`` calls it."""
+
+    @classmethod
+    def _from_twin(cls: type[Self], dense: Any, **options: Any) -> Self:
+        if not isinstance(dense, cls._twin):
+            raise TypeError(
+                f"`{cls._twin.__name__.lower()}` should be an nn.{cls._twin.__name__}; got {type(dense).__name__}"
+            )
+        layer: Self = nn.utils.skip_init(cls, **_arguments(dense, cls), **_like(dense), **options)
+        for name, parameter in dense.named_parameters(remove_duplicate=False):
+            if name.startswith("weight_hh_"):
+                found = layer._decompose_named(name, parameter).tensors
+                layer._write(**found)
+                for factor in found:
+                    getattr(layer, factor).requires_grad_(parameter.requires_grad)
+            else:
+                _copy(parameter, getattr(layer, name))
+        return layer.train(dense.training)
+
+    def _to_twin(self) -> Any:
+        like = _like(self)
+        dense = self._twin(**_arguments(self, type(self)), device="meta", dtype=like["dtype"]).to_empty(
+            device=like["device"]
+        )
+        with torch.enable_grad():  # a weight is to be trained if one of its factors is
+            for name, parameter in dense.named_parameters():
+                _copy(getattr(self, name), parameter)
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        options = [f"{name}={value!r}" for name, of in self._defaults.items() if (value := getattr(self, name)) != of]
+        weight = "orthogonal" if self.spectrum is None else f"spectrum={self.spectrum}"
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", *options, weight])
+
+
+def _arguments(layer: Any, of: type[Recurrent]) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in ("input_size", "hidden_size", *of._defaults)}
+
+
+def _like(layer: Any) -> dict[str, Any]:
+    return {"device": layer.weight_ih_l0.device, "dtype": layer.weight_ih_l0.dtype}
+
+
+@torch.no_grad()
+def _copy(source: Tensor, target: Tensor) -> None:
+    """The values, and whether they are to be trained."""
+    target.copy_(source)
+    target.requires_grad_(source.requires_grad)
