@@ -14,7 +14,7 @@ OTHER := build/torch-$(VERSION)
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test test-torch lint format bench reproduce study flow readme phases sanitize clean
+.PHONY: help demo test test-torch lint format bench reproduce study flow recurrent readme phases sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,6 +46,9 @@ study: $(VENV)/.peers ## train plain, SVD and orthogonal networks on real tasks,
 
 flow: $(VENV)/.stamp ## train flows whose channels are mixed by one linear map or another, and compare; ARGS=--quick
 	$(BIN)/python examples/flow.py --out $(if $(findstring --quick,$(ARGS)),build/flow-quick,benchmarks/flow) $(ARGS)
+
+recurrent: $(VENV)/.peers ## train recurrent nets to remember, to add and to see, and compare; ARGS=--quick
+	$(BIN)/python examples/recurrent.py --out $(if $(findstring --quick,$(ARGS)),build/recurrent-quick,benchmarks/recurrent) $(ARGS)
 
 readme: $(VENV)/.stamp ## put the last benchmark's tables into README.md; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)

@@ -21,14 +21,13 @@ from fasth import files
 from fasth.reproduce import runner
 from fasth.reproduce.command import show
 from fasth.reproduce.experiments import Experiment
-from fasth.reproduce.layers import BATCH, LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR, NN_RNN, RNN_SVD
+from fasth.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
 from fasth.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, PRINTED, TRIANGULAR, Method
 from fasth.reproduce.operations import OPERATIONS
 from fasth.reproduce.tasks import Entry, InTurns, Settings
 from fasth.reproduce.timing import environment
 
 OUT = Path(__file__).parent / "results.json"
-STEPS = 100  # of a recurrent layer in time
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ BENCHES = [
     Bench("layer", OF_FASTH, TO_4096, [64, 256, 1024], 50, ("step", "single", "forward")),
     Bench("rows", OF_FASTH, [256, 512, 1024], [256], 15, rows_per_d=8),
     Bench("linear", LAYERS, TO_2048, [64, 256, 1024], 50, ("step", "single", "inference")),
-    Bench("rnn", [NN_RNN, RNN_SVD], [128, 256], [128], 20, ("step", "inference"), rows=STEPS * BATCH),
     *(
         Bench(o.name.split()[0].lower(), [o.standard_method, o.our_method], TO_2048[:6], [64, 256], 15)
         for o in OPERATIONS

@@ -1,7 +1,7 @@
 """Puts what was measured into the README, between two lines each: bench:start and bench:end, the tables of ``make
 bench``; reproduce:start and reproduce:end, the figures and headline numbers of ``fasth reproduce``; study:start and
-study:end, the first table of ``make study``. Its other tables go into docs/training.md, and those of ``make flow`` into
-docs/flows.md, likewise.
+study:end, the first table of ``make study``. Its other tables go into docs/training.md, those of ``make flow`` into
+docs/flows.md, and those of ``make recurrent`` and of recurrent.py beside this file into docs/recurrent.md, likewise.
 
 Run: make readme, or python benchmarks/readme.py --help
 """
@@ -37,9 +37,11 @@ def main() -> int:
     parser.add_argument("--reproduction", type=Path, default=HERE / "reproduction", help="fasth reproduce's folder")
     parser.add_argument("--study", type=Path, default=HERE / "study", help="make study's folder")
     parser.add_argument("--flow", type=Path, default=HERE / "flow", help="make flow's folder")
+    parser.add_argument("--recurrent", type=Path, default=HERE / "recurrent", help="make recurrent's folder")
     parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
     parser.add_argument("--training", type=Path, default=HERE.parent / "docs" / "training.md")
     parser.add_argument("--flows", type=Path, default=HERE.parent / "docs" / "flows.md")
+    parser.add_argument("--remembering", type=Path, default=HERE.parent / "docs" / "recurrent.md")
     options = parser.parse_args()
     blocks = {"bench": of_bench(json.loads(options.results.read_text(encoding="utf-8")))}
     if (options.reproduction / "results.json").exists():
@@ -51,6 +53,12 @@ def main() -> int:
         pages[options.training] = {f"study {name}": block for name, block in study.items()}
     if (options.flow / "tables.md").exists():
         pages[options.flows] = {"flow": (options.flow / "tables.md").read_text(encoding="utf-8").strip()}
+    files_of = {name: options.recurrent / f"{name}.md" for name in ("tables", "speed")}
+    pages[options.remembering] = {
+        f"recurrent {name}": path.read_text(encoding="utf-8").strip()
+        for name, path in files_of.items()
+        if path.exists()
+    }
     return max(update(page, blocks, options.check) for page, blocks in pages.items())
 
 

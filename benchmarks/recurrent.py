@@ -3,28 +3,36 @@
 The output of each is compared with that of its twin in torch.nn with the same weights, or, with modReLU, of a loop, in
 value and gradients, before it is timed. Single calls are timed in turns, and shown as ratios of medians to the step of
 the twin; modReLU's to that of nn.RNN with tanh. The loop is what one would write by hand, as geotorch's example does.
-With --memory: the peak of a step on top of its input and parameters, as a ratio to nn.RNN's.
-Run: python benchmarks/recurrent.py
+Then the peak memory of a step on top of its input and parameters.
+Run: python benchmarks/recurrent.py, and make readme to put benchmarks/recurrent/speed.md into docs/recurrent.md
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import fasth
+from fasth import files
+from fasth.environment import describe
 from fasth.nn.recurrence import modrelu
 from fasth.reproduce import memory
+from fasth.reproduce.results import show
+from fasth.reproduce.tables import Table, markdown
 from fasth.timing import compare
 
 CPU = torch.device("cpu")
-BATCH = 32
+BATCH, LONG = 32, 1000
 TWINS: dict[str, Callable[..., Any]] = {
     "nn.RNN": nn.RNN,
     "nn.RNN relu": lambda *sizes: nn.RNN(*sizes, nonlinearity="relu"),
@@ -90,20 +98,9 @@ def verify(name: str, h: int, inputs: int) -> None:
     torch.testing.assert_close(gradient, reference)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256, 512])
-    parser.add_argument("--times", type=int, nargs="+", default=[100, 300])
-    parser.add_argument("--inputs", type=int, help="how many numbers a time step has; default: as many as hidden units")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--memory", action="store_true", help="bytes in place of seconds, for 1000 time steps")
-    options = parser.parse_args()
-    if options.memory:
-        return show_memory(options.hidden)
-    print(f"{torch.get_num_threads()} threads, float32, {BATCH} sequences; times of nn.RNN in ms")
-    print(f"{'hidden':>6} {'times':>6} {'nn.RNN':>8}", *(f"{name:>11}" for name in NETS))
-    for h in options.hidden:
-        inputs = options.inputs or h
+def time_table(options: argparse.Namespace) -> Table:
+    rows = []
+    for h, inputs in itertools.product(options.hidden, options.inputs):
         for name in NETS:
             verify(name, h, inputs)
         for times in options.times:
@@ -112,27 +109,61 @@ def main() -> None:
             nets = TWINS | {name: make for name, (make, _) in NETS.items()}
             calls = {name: step(make(inputs, h), x) for name, make in nets.items()}
             found = {t.name: t for t in compare(calls, device=CPU, rounds=options.rounds, min_time=0, time_limit=60)}
-            ratios = (f"{found[name].ratio(found[twin]):>11.2f}" for name, (_, twin) in NETS.items())
-            print(f"{h:>6} {times:>6} {found['nn.RNN'].median * 1e3:>8.1f}", *ratios, flush=True)
+            ratios = (f"{found[name].ratio(found[twin]):.2f}" for name, (_, twin) in NETS.items())
+            rows.append([str(h), str(inputs), str(times), f"{found['nn.RNN'].median * 1e3:.1f}", *ratios])
+            print(*rows[-1], flush=True)
+    title = f"Training step, {BATCH} sequences, as multiples of the twin's; that of modReLU is nn.RNN"
+    return Table(title, ["hidden", "inputs", "time steps", "nn.RNN, ms", *NETS], rows)
 
 
-def show_memory(hidden: list[int]) -> None:
-    if any(os.environ.get(name) != value for name, value in memory.ALLOCATOR.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **memory.ALLOCATOR})
-    torch.set_num_threads(1)  # the threads of one process are not there in its children
+def memory_table(hidden: list[int]) -> Table:
     names = [name for name, (_, twin) in NETS.items() if twin.startswith("nn.RNN")]
-    print(f"{'hidden':>6} {'nn.RNN, MB':>11}", *(f"{name:>11}" for name in names))
+    rows = []
     for h in hidden:
+        found = {name: peak_of(name, h) for name in ("nn.RNN", *names)}
+        ratios = (f"{found[name] / found['nn.RNN']:.2f}" for name in names)
+        rows.append([str(h), f"{found['nn.RNN'] / 1e6:.0f}", *ratios])
+    title = f"Peak memory of a training step, {LONG} time steps, {BATCH} sequences, as multiples of nn.RNN's"
+    return Table(title, ["hidden", "nn.RNN, MB", *names], rows)
 
-        def peak(make: Callable[..., Any], h: int = h) -> int:
-            x = torch.randn(1000, BATCH, h, requires_grad=True)
-            step(make(h, h), x[:2].detach())()
-            return memory.peak(step(make(h, h), x))
 
-        found = {name: memory.forked(lambda make=make: peak(make)) for name, make in TWINS.items()}
-        found |= {name: memory.forked(lambda make=NETS[name][0]: peak(make)) for name in names}
-        ratios = (f"{found[name] / found['nn.RNN']:>11.2f}" for name in names)
-        print(f"{h:>6} {found['nn.RNN'] / 1e6:>11.1f}", *ratios, flush=True)
+def peak_of(name: str, h: int) -> int:
+    """In a process of its own, with an allocator that gives freed memory back."""
+    command = [sys.executable, __file__, "--peak", name, "--hidden", str(h)]
+    done = subprocess.run(
+        command, env={**os.environ, **memory.ALLOCATOR}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def print_peak(name: str, h: int) -> None:
+    torch.set_num_threads(1)
+    make = TWINS[name] if name in TWINS else NETS[name][0]
+    net, x = make(h, h), torch.randn(LONG, BATCH, h, requires_grad=True)
+    step(net, torch.randn(2, BATCH, h))()  # loads and sets up what there is to set up
+    print(memory.peak(step(net, x)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--times", type=int, nargs="+", default=[100, 300], help="time steps")
+    parser.add_argument("--inputs", type=int, nargs="+", default=[10, 128], help="how many numbers a time step has")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="a file for the tables, in Markdown")
+    parser.add_argument("--peak", help="only print the peak memory of this net, in bytes")
+    options = parser.parse_args()
+    if options.peak:
+        return print_peak(options.peak, options.hidden[0])
+    tables = [time_table(options)]
+    if memory.available("cpu"):
+        tables.append(memory_table(options.hidden))
+    for table in tables:
+        show(table, Console())
+    if options.out:
+        machine = describe()
+        made = f"{machine['cpu']}, {machine['threads']} threads, float32, torch {torch.__version__}."
+        files.write(options.out, "\n\n".join([*map(markdown, tables), made]) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fasth.reproduce.layers import NN_LINEAR, NN_RNN
+from fasth.reproduce.layers import NN_LINEAR
 from fasth.reproduce.methods import COMPACT, LINEAR
 from fasth.reproduce.operations import OPERATIONS
 from fasth.reproduce.tables import Table, by, geometric_mean, machine, number, ratio, select, time_of, unique
@@ -22,13 +22,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
         return _by_size(title, select(results, experiment, what=what), yardstick)
 
     of_matrix = "one orthogonal matrix as multiples of F.linear"
-    of_linear, of_rnn = "layers as multiples of nn.Linear", "RNNSVD as multiples of nn.RNN"
+    of_linear = "layers as multiples of nn.Linear"
     made = [
         sized(f"Training step, 32 rows, {of_linear}", "linear", "step", NN_LINEAR.name),
         sized(f"Training step, 32 rows, single calls in turns, {of_linear}", "linear", "single", NN_LINEAR.name),
         sized(f"Inference within cached(), 32 rows, {of_linear}", "linear", "inference", NN_LINEAR.name),
-        sized(f"Training step, 100 time steps, 32 sequences, {of_rnn}", "rnn", "step", NN_RNN.name),
-        sized(f"Inference within cached(), 100 time steps, 32 sequences, {of_rnn}", "rnn", "inference", NN_RNN.name),
         _operations(results),
         sized(f"Training step, 32 rows, {of_matrix}", "layer", "step"),
         sized(f"Training step, 32 rows, single calls in turns, {of_matrix}", "layer", "single"),

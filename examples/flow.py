@@ -10,7 +10,6 @@ Run: make flow, or python examples/flow.py --help
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -25,15 +24,14 @@ from flow_models import OURS, STARTS, installed
 from flow_training import BATCH, DATA, SAMPLES, Record, Run, images, inverse_error, new_flow, train, training_step
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table as Shown
 from torch import Generator
 
 import fasth
 from fasth import files
 from fasth.environment import describe
 from fasth.reproduce.pool import in_parallel
+from fasth.reproduce.results import Results, show
 from fasth.reproduce.study import data
 from fasth.reproduce.tables import Table, markdown
 from fasth.timing import compare
@@ -83,26 +81,6 @@ def finals(swept: Sequence[Run], records: Sequence[Record], grid: Grid) -> list[
     return [
         replace(run_of(winner.chosen), seed=seed) for winner in winners if winner for seed in range(1, grid.seeds + 1)
     ]
-
-
-class Results:
-    """The records of a folder, one line of JSON each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "results.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        self.records: list[Record] = [json.loads(line) for line in lines if line.endswith("\n")]
-        if lines and not lines[-1].endswith("\n"):  # cut off by a power failure or the like
-            files.write(self.path, "".join(lines[:-1]))
-
-    def add(self, record: Record) -> None:
-        self.records.append(record)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-    def of(self, wanted: Iterable[Run]) -> list[Record]:
-        return [record for run in wanted for record in self.records if vars(run).items() <= record.items()]
 
 
 def train_all(wanted: Sequence[Run], results: Results, workers: int, console: Console) -> None:
@@ -309,15 +287,6 @@ def report(results: Results, wanted: Sequence[Run], grid: Grid, options: argpars
     if "images" in winners:
         draw_samples(winners["images"], folder / "samples", folder / "samples.png")
     console.print(f"{made}\nTables and pictures: {folder}", soft_wrap=True)
-
-
-def show(table: Table, console: Console) -> None:
-    shown = Shown(title=f"\n{table.title}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if i else "left")
-    for row in table.rows:
-        shown.add_row(*(cell.replace("**", "") for cell in row))
-    console.print(shown)
 
 
 if __name__ == "__main__":

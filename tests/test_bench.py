@@ -44,7 +44,6 @@ def test_prints_tables_and_writes_every_reading(commands, monkeypatch, tmp_path,
     printed = capsys.readouterr().out
     tables = (
         "LinearSVD",
-        "RNNSVD",
         "torch.inverse",
         "Forward without gradients",
         "8·d rows",
@@ -104,7 +103,8 @@ def test_the_readme_is_filled_from_the_file_and_checked(commands, monkeypatch, t
     run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured)
     page.write_text("above\n<!-- bench:start -->\nformer\n<!-- bench:end -->\nbelow\n")
     none = tmp_path / "none"
-    where = ("--results", measured, "--readme", page, "--reproduction", none, "--study", none, "--flow", none)
+    where = ["--results", measured, "--readme", page]
+    where += [part for name in ("reproduction", "study", "flow", "recurrent") for part in (f"--{name}", none)]
     assert run(readme, monkeypatch, "--check", *where) == 1
     assert "former" in page.read_text()
     assert run(readme, monkeypatch, *where) == 0
@@ -142,7 +142,8 @@ def test_the_readme_shows_the_reproduction(commands, monkeypatch, tmp_path):
     assert main(["reproduce", *grid, "--out", str(folder)]) == 0
     marks = [f"<!-- {name}:{end} -->" for name in ("bench", "reproduce") for end in ("start", "end")]
     page.write_text("\n".join(marks))
-    where = ("--results", measured, "--readme", page, "--reproduction", folder, "--study", tmp_path, "--flow", tmp_path)
+    where = ["--results", measured, "--readme", page, "--reproduction", folder]
+    where += [part for name in ("study", "flow", "recurrent") for part in (f"--{name}", tmp_path)]
     assert run(readme, monkeypatch, *where) == 0
     text = page.read_text()
     assert "| faster than the sequential algorithm, at most | 27.1 | " in text

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/flows.md", "docs/training.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/flows.md", "docs/recurrent.md", "docs/training.md"])
 def test_the_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

@@ -259,13 +259,10 @@ def test_conversion_keeps_what_is_trained_and_the_mode_and_draws_nothing():
     assert {name for name, p in back.named_parameters() if not p.requires_grad} == {"weight_hh_l0", "bias_ih_l1"}
 
 
-@each_kind
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in KINDS), ("modrelu", {"eps": 0})])
 @pytest.mark.parametrize("init", ["haar", "identity", "henaff", "cayley"])
-@pytest.mark.parametrize("orthogonal", [False, True])
-def test_starts_orthogonal(kind, init, orthogonal):
-    if orthogonal and kind in ("LSTM", "GRU"):
-        pytest.skip("only RNNSVD has eps")
-    rnn = make(kind, hidden_size=9, num_layers=2, init=init, **({"eps": 0} if orthogonal else {}))
+def test_starts_orthogonal(kind, options, init):
+    rnn = make(kind, hidden_size=9, num_layers=2, init=init, **options)
     assert rnn.svds.keys() == {"weight_hh_l0", "weight_hh_l1"}
     for name in rnn.svds:
         for W in getattr(rnn, name).chunk(rnn._gates):

@@ -4,6 +4,7 @@ from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
 from fasth.flows import SVDTransform
 from fasth.functional import householder
+from fasth.hidden_gradients import hidden_gradients
 from fasth.nn import (
     GRUSVD,
     LSTMSVD,
@@ -36,6 +37,7 @@ __all__ = [
     "Symmetric",
     "cached",
     "compress",
+    "hidden_gradients",
     "householder",
     "nuclear_norm",
     "param_groups",

@@ -16,7 +16,7 @@ def nuclear_norm(model: nn.Module) -> Tensor:
     It is to the rank what Σ|w| is to the number of nonzero weights: as a penalty it takes singular values to zero that
     the loss has little use for, and ``compress`` then leaves them out. Nothing is decomposed.
 
-    Counted are ``LinearSVD``, ``LinearSymmetric``, the convolutions, ``RNNSVD`` and the tensors under
+    Counted are ``LinearSVD``, ``LinearSymmetric``, the convolutions, the recurrent layers and the tensors under
     ``fasth.parametrizations.svd``; a weight that is shared once. Orthogonal ones are constants, and dense ones are left
     out. The sum is in float32 at least.
 

@@ -98,7 +98,7 @@ class Spectra(Mapping[str, LayerSpectrum]):
             ax: where to draw; by default in a new figure, ``ax.figure``.
         """
         if ax is None:
-            ax = _new_axes()
+            ax = new_axes()
         for name, layer in self.items():
             values = layer.singular_values.flatten().sort(descending=True).values.double().cpu()
             place = torch.linspace(0, 1, len(values)) if len(values) > 1 else torch.zeros(1)
@@ -116,7 +116,7 @@ def _times(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _new_axes() -> Any:
+def new_axes() -> Any:
     try:
         from matplotlib import pyplot
     except ImportError as error:

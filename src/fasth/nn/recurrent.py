@@ -202,12 +202,12 @@ class Recurrent(Factored):
                     f"got {tuple(h.shape)}"
                 )
         batch_dim = 0 if self.batch_first else 1
-        if input.ndim == 2:
-            given = None if hx is None else self._as_given([h.unsqueeze(1) for h in self._as_list(hx)])
-            output, hidden = self.forward(input.unsqueeze(batch_dim), given)
-            return output.squeeze(batch_dim), self._as_given([h.squeeze(1) for h in self._as_list(hidden)])
-        output, hidden = self._run(input, self._initial(input, input.shape[batch_dim], hx), None)
-        return output, self._as_given(hidden)
+        if input.ndim == 3:
+            output, hidden = self._run(input, self._initial(input, input.shape[batch_dim], hx), None)
+            return output, self._as_given(hidden)
+        hx = None if hx is None else self._as_given([h.unsqueeze(1) for h in self._as_list(hx)])
+        output, hidden = self._run(input.unsqueeze(batch_dim), self._initial(input, 1, hx), None)
+        return output.squeeze(batch_dim), self._as_given([h.squeeze(1) for h in hidden])
 
     def _run(self, input: Tensor, states: list[Tensor], batch_sizes: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """The output and the last states. The rows of a packed sequence come with ``batch_sizes``."""

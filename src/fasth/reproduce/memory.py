@@ -77,7 +77,7 @@ def _status(field: str) -> int:
     return int(next(lines).split()[1]) * 1024
 
 
-def forked(function: Callable[[], int]) -> int | None:
+def _forked(function: Callable[[], int]) -> int | None:
     """What the function returns in a process of its own; None if that ends badly."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -97,7 +97,7 @@ def forked(function: Callable[[], int]) -> int | None:
 def _main(names: str, d: str, rows: str, dtype: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     gc.freeze()  # a collection would copy what the children share with this process
-    found = {name: forked(lambda: _on_cpu(name, int(d), int(rows), dtype)) for name in json.loads(names)}  # noqa: B023
+    found = {name: _forked(lambda: _on_cpu(name, int(d), int(rows), dtype)) for name in json.loads(names)}  # noqa: B023
     print(json.dumps(found))
 
 
