@@ -2,7 +2,8 @@
 
 The output of each is compared with that of its twin in torch.nn with the same weights, or, with modReLU, of a loop, in
 value and gradients, before it is timed. Single calls are timed in turns, and shown as ratios of medians to the step of
-the twin; modReLU's to that of nn.RNN with tanh. The loop is what one would write by hand, as geotorch's example does.
+the twin; modReLU's to that of nn.RNN with tanh. The loop is what one would write by hand around an nn.Linear with
+``parametrizations.orthogonal``.
 Then the peak memory of a step on top of its input and parameters.
 Run: python benchmarks/recurrent.py, and make readme to put benchmarks/recurrent/speed.md into docs/recurrent.md
 """
@@ -25,11 +26,13 @@ from torch import Tensor, nn
 import fasth
 from fasth import files
 from fasth.environment import describe
-from fasth.nn.recurrence import modrelu
 from fasth.reproduce import memory
 from fasth.reproduce.results import show
 from fasth.reproduce.tables import Table, markdown
 from fasth.timing import compare
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from recurrent_models import Loop
 
 CPU = torch.device("cpu")
 BATCH, LONG = 32, 1000
@@ -41,31 +44,14 @@ TWINS: dict[str, Callable[..., Any]] = {
 }
 # Each, and whose step it is compared with.
 NETS: dict[str, tuple[Callable[..., Any], str]] = {
-    "tanh": (lambda *sizes: fasth.RNNSVD(*sizes, nonlinearity="tanh", eps=0.1), "nn.RNN"),
-    "relu": (lambda *sizes: fasth.RNNSVD(*sizes, nonlinearity="relu", eps=0.1), "nn.RNN relu"),
-    "modReLU": (lambda *sizes: fasth.RNNSVD(*sizes, eps=0.1), "nn.RNN"),
+    "tanh": (lambda *sizes: fasth.RNNSVD(*sizes, nonlinearity="tanh"), "nn.RNN"),
+    "relu": (lambda *sizes: fasth.RNNSVD(*sizes, nonlinearity="relu"), "nn.RNN relu"),
+    "modReLU": (fasth.RNNSVD, "nn.RNN"),
     "orthogonal": (lambda *sizes: fasth.RNNSVD(*sizes, eps=0), "nn.RNN"),
-    "loop": (lambda *sizes: Loop(*sizes), "nn.RNN"),
+    "loop": (lambda *sizes: Loop(*sizes, fasth.parametrizations.orthogonal), "nn.RNN"),
     "LSTMSVD": (fasth.LSTMSVD, "nn.LSTM"),
     "GRUSVD": (fasth.GRUSVD, "nn.GRU"),
 }
-
-
-class Loop(nn.Module):
-    """modReLU in a loop over time, around a LinearOrthogonal within ``fasth.cached()``."""
-
-    def __init__(self, inputs: int, h: int) -> None:
-        super().__init__()
-        self.input, self.hidden = nn.Linear(inputs, h), fasth.LinearOrthogonal(h, h, bias=False)
-        self.bias = nn.Parameter(torch.zeros(h))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h, states = x.new_zeros(x.shape[1], self.hidden.in_features), []
-        with fasth.cached():
-            for step in self.input(x):
-                h = modrelu(step + self.hidden(h), self.bias)
-                states.append(h)
-        return torch.stack(states), h
 
 
 def step(net: nn.Module, x: Tensor) -> Callable[[], object]:
@@ -83,12 +69,12 @@ def verify(name: str, h: int, inputs: int) -> None:
     """The net in float64 beside its twin, over a few steps; modReLU beside the loop."""
     net, x = NETS[name][0](inputs, h).double(), torch.randn(5, 3, inputs, dtype=torch.float64, requires_grad=True)
     if getattr(net, "nonlinearity", "") == "modrelu":
-        twin = Loop(inputs, h).double()
+        twin = Loop(inputs, h, lambda linear: None).double()
+        pairs = {twin.input: net.weight_ih_l0, twin.hidden: net.weight_hh_l0}
         with torch.no_grad():
-            twin.input.weight.copy_(net.weight_ih_l0)
-            twin.input.bias.copy_(net.bias_ih_l0 + net.bias_hh_l0)
-            twin.bias.copy_(net.bias_modrelu_l0)
-            twin.hidden.set_weight_(net.weight_hh_l0)  # orthogonal, at the start
+            for linear, weight in pairs.items():
+                linear.weight.copy_(weight)
+                linear.bias.copy_(net.bias_ih_l0 if linear is twin.input else net.bias_hh_l0)
     else:
         twin = fasth.to_dense(net, report=[])
     (ours, gradient), (theirs, reference) = (

@@ -184,16 +184,9 @@ def _recurrence_backward(
 
 
 def _recurrence_backward_fake(
-    g: Tensor,
-    sizes: list[int] | None,
-    W: Tensor,
-    out: Tensor,
-    h0: Tensor,
-    f: int,
-    reverse: bool,
-    needs_h0: bool,
-    needs_bias: bool,
+    g: Tensor, sizes: list[int] | None, W: Tensor, out: Tensor, h0: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
+    *_, needs_h0, needs_bias = options
     dx, dh0 = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (g, h0))
     return _or_empty((dx, dh0 if needs_h0 else None, g.new_empty(len(W)) if needs_bias else None), g)
 
