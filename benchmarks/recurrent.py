@@ -1,10 +1,9 @@
 """A training step of recurrent nets: forward over all times, and backward to the input and to all parameters.
 
-The output of each is compared with that of its twin in torch.nn with the same weights, or, with modReLU, of a loop, in
-value and gradients, before it is timed. Single calls are timed in turns, and shown as ratios of medians to the step of
-the twin; modReLU's to that of nn.RNN with tanh. The loop is what one would write by hand around an nn.Linear with
-``parametrizations.orthogonal``.
-Then the peak memory of a step on top of its input and parameters.
+The output of each is compared with that of its twin in torch.nn with the same weights, or, with modReLU, of a loop,
+before it is timed. Single calls are timed in turns, and shown as ratios of medians to the step of the twin; that of
+modReLU is nn.RNN with tanh. The loop is what one would write by hand around an nn.Linear with
+``parametrizations.orthogonal``. Then the peak memory of a step on top of its input and parameters.
 Run: python benchmarks/recurrent.py, and make readme to put benchmarks/recurrent/speed.md into docs/recurrent.md
 """
 
@@ -66,15 +65,17 @@ def step(net: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def verify(name: str, h: int, inputs: int) -> None:
-    """The net in float64 beside its twin, over a few steps; modReLU beside the loop."""
+    """The net in float64 beside its twin, over a few steps, and the gradient of its input; modReLU beside the loop."""
     net, x = NETS[name][0](inputs, h).double(), torch.randn(5, 3, inputs, dtype=torch.float64, requires_grad=True)
     if getattr(net, "nonlinearity", "") == "modrelu":
+        nn.init.uniform_(net.bias_modrelu_l0, -0.1, 0.1)
         twin = Loop(inputs, h, lambda linear: None).double()
         pairs = {twin.input: net.weight_ih_l0, twin.hidden: net.weight_hh_l0}
         with torch.no_grad():
             for linear, weight in pairs.items():
                 linear.weight.copy_(weight)
                 linear.bias.copy_(net.bias_ih_l0 if linear is twin.input else net.bias_hh_l0)
+            twin.bias_modrelu.copy_(net.bias_modrelu_l0)
     else:
         twin = fasth.to_dense(net, report=[])
     (ours, gradient), (theirs, reference) = (

@@ -28,7 +28,7 @@ from fasth.reproduce.results import Results
 from fasth.reproduce.study import data
 
 HERE = Path(__file__).parents[1]
-SHORT = ("copy, 100", "adding, 200", "pixels")  # where gated nets with SVDs, which are slow, are run too
+SHORT = ("copy, 100", "adding, 200", "pixels")  # where gated nets with SVDs are run, too
 
 
 @dataclass(frozen=True)

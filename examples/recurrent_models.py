@@ -72,6 +72,7 @@ METHODS: dict[str, Make] = {
     "RNNSVD": fasth.RNNSVD,
     "RNNSVD, eps = 0": lambda inputs, hidden: fasth.RNNSVD(inputs, hidden, eps=0),
     "RNNSVD, eps = 0, relu": lambda inputs, hidden: fasth.RNNSVD(inputs, hidden, nonlinearity="relu", eps=0),
+    "RNNSVD, init = cayley": lambda inputs, hidden: fasth.RNNSVD(inputs, hidden, init="cayley"),
     "LSTMSVD": fasth.LSTMSVD,
     "GRUSVD": fasth.GRUSVD,
 }

@@ -89,7 +89,7 @@ def score_after(record: Record, steps: float) -> float | None:
 
 
 def spread(values: Sequence[float | None], unit: str) -> str:
-    """The mean and the standard deviation, of what did not diverge."""
+    """The mean and the standard deviation, if no run diverged."""
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return "diverged"

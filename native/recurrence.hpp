@@ -35,10 +35,21 @@ template <class T> class Panels {
     static constexpr Index width = usual_tile * packet_size<T>;
 
     Panels(Index h, T *memory, const T *W, Index row_stride, Index column_stride) : h(h), memory(memory) {
-        for (Index first = 0; first < h; first += width)
-            for (Index l = 0; l < h; ++l)
-                for (Index c = 0; c < width; ++c)
-                    memory[first * h + l * width + c] = first + c < h ? W[l * row_stride + (first + c) * column_stride] : T(0);
+        for (Index first = 0; first < h; first += width) {
+            T *const panel = memory + first * h;
+            const T *const from = W + first * column_stride;
+            const Index columns = std::min(width, h - first);
+            if (columns < width) std::fill_n(panel, h * width, T(0));
+            if (column_stride == 1) {
+                for (Index l = 0; l < h; ++l) std::copy_n(from + l * row_stride, columns, panel + l * width);
+                continue;
+            }
+            constexpr Index block = 16; // of a column, which is a line of the cache where W is transposed
+            for (Index start = 0; start < h; start += block)
+                for (Index c = 0; c < columns; ++c)
+                    for (Index l = start; l < std::min(start + block, h); ++l)
+                        panel[l * width + c] = from[l * row_stride + c * column_stride];
+        }
     }
     // out = rows times columns `first` to `first` + width. Rows: (count, h), row-major, and so is out: (count, width).
     void multiply(Index count, const T *rows, Index first, T *out) const {

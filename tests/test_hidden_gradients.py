@@ -87,6 +87,15 @@ def test_an_orthogonal_net_keeps_the_gradient_and_a_plain_one_loses_it():
     assert ratios["plain"] < 1e-10 and ratios["orthogonal"] == pytest.approx(1, abs=1e-3)
 
 
+def test_frozen_layers_are_left_out():
+    first, second = nn.RNN(3, 5).requires_grad_(False), nn.RNN(5, 5)
+    model, x = nn.ModuleList([first, second]), torch.randn(4, 6, 3)
+    assert list(hidden_gradients(model, lambda: second(first(x)[0])[0].sum())) == ["1"]
+    head = nn.Linear(5, 1)
+    with pytest.raises(ValueError, match="all are frozen"):
+        hidden_gradients(model, lambda: head(first(x)[0]).sum())
+
+
 def test_a_failure_leaves_the_layer_as_it_was():
     net = Net("nn.RNN")
     with pytest.raises(ZeroDivisionError):
@@ -116,6 +125,7 @@ def test_a_mistake_is_explained():
     for model, loss, error, message in [
         ("net", lambda: net(x).sum(), TypeError, "`model` should be a torch.nn.Module; got str"),
         (net, lambda: net.head(x.new_zeros(5)).sum(), ValueError, "`loss` should call a recurrent layer of `model`"),
+        (net, net(x).sum(), TypeError, "`loss` should be a function that computes the loss; got Tensor"),
         (net, lambda: net(x), ValueError, "`loss` should return a scalar with a gradient"),
         (net, lambda: net(x).sum().detach(), ValueError, "`loss` should return a scalar with a gradient"),
         (net, lambda: net.rnn(packed)[0].data.sum(), ValueError, "layer `rnn` should get padded sequences"),

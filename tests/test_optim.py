@@ -148,9 +148,9 @@ def test_rates_of_reflectors_and_the_rest():
         assert rates(layer, "reflectors") == {half}
         assert rates(layer, "reflectors", **SGD) == {0.15}
     for layer in (RNNSVD(3, 4), RNNSVD(3, 4, spectrum=spectrum.between(0.5, 1))):
-        assert rates(layer, "reflectors") == {0.05}
-        assert rates(layer, "reflectors", **SGD) == {0.015}
-    assert rates(RNNSVD(3, 4, eps=0), "reflectors") == {0.1}
+        assert rates(layer, "reflectors") == {0.025}
+        assert rates(layer, "reflectors", **SGD) == {0.0075}
+    assert rates(RNNSVD(3, 4, eps=0), "reflectors") == {0.05}
     assert rates(RNNSVD(3, 16, eps=0.2)) == {0.4}  # 0.01 · √16 / 0.1, which is the slope of around(1, 0.2)
     for options in ({}, SGD):
         model = nn.Sequential(nn.Linear(4, 4), LinearSVD(4, 4), nn.LayerNorm(4))

@@ -152,12 +152,14 @@ def test_strides_do_not_matter(path):
     )
 
 
-def test_the_number_of_threads_changes_rounding_only(set_threads):
-    tensors, _ = draw([9] * 33, 70, False, torch.float64)
+@pytest.mark.parametrize("lengths", [[9] * 33, [12] * 9 + [7] * 20 + [2]])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_number_of_threads_changes_rounding_only(lengths, reverse, set_threads):
+    tensors, sizes = draw(lengths, 70, len(set(lengths)) > 1, torch.float64)
     found = []
     for threads in (1, 2, 5):
         set_threads(threads)
-        found.append(value_and_gradients(function("modrelu", Times(None, False)), tensors))
+        found.append(value_and_gradients(function("modrelu", Times(sizes, reverse)), tensors))
     for other in found[1:]:
         assert_close(other, found[0], 10)
 

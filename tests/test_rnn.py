@@ -386,6 +386,43 @@ def test_half_precision(kind):
         assert all(p.grad.isfinite().all() for p in rnn.parameters())
 
 
+@each_kind
+def test_set_weight(kind):
+    rnn = make(kind, num_layers=2, bidirectional=True, spectrum=spectrum.free())
+    weight = numbers(4, 6 * rnn._gates, 6)
+    assert rnn.set_weight_(weight) is rnn
+    assert_within(rnn.weight, weight, 5.0, 60)
+    orthogonal = torch.linalg.qr(numbers(1, 6, 6)).Q
+    assert_within(make(eps=0).set_weight_(orthogonal).weight, orthogonal, 1.0, 60)
+
+
+def test_one_step_at_a_time_is_all_at_once():
+    """As in a loop that calls the layer with every new input."""
+    for kind in KINDS:
+        rnn, x, hx = make(kind, num_layers=2), numbers(4, 5, 3), None
+        with torch.no_grad(), cached():
+            outputs = []
+            for step in x.split(1):
+                output, hx = rnn(step, hx)
+                outputs.append(output)
+            assert_within(torch.cat(outputs), rnn(x)[0], 1.0, 100)
+
+
+def test_the_default_device_does_not_matter():
+    """The start is computed on the CPU, wherever tensors are made by default."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        rnn = RNNSVD(3, 6, device="cpu")
+    torch.manual_seed(0)
+    assert torch.equal(rnn.weight_hh_l0, RNNSVD(3, 6).weight_hh_l0)
+
+
+def test_to_dense_in_inference_mode():
+    with torch.inference_mode():
+        dense = to_dense(make("GRU"))
+    assert all(p.requires_grad for p in dense.parameters())
+
+
 def test_tanh_and_relu_take_torchs_kernel_where_there_is_no_core(monkeypatch):
     rnn, x = make("tanh"), numbers(4, 5, 3)
     expected = rnn(x)[0]
@@ -412,6 +449,7 @@ def test_a_mistake_is_explained():
         ((x.double(),), "`input` should have the layer's dtype"),
         ((x, torch.randn(1, 4, 6)), r"`hx` should have shape \(1, 5, 6\)"),
         ((x[0], torch.randn(1, 5, 6)), "`hx` should have as many dimensions as `input`"),
+        ((x, torch.randn(1, 5, 6).double()), "`hx` should have the dtype of `input`, torch.float32; got torch.float64"),
     ]:
         with pytest.raises(ValueError, match=message):
             rnn(*arguments)
@@ -429,6 +467,15 @@ def test_a_mistake_is_explained():
         rnn(x[:0])
     with pytest.raises(TypeError, match="`hx` should be a tuple of two tensors"):
         LSTMSVD(3, 6)(x, torch.randn(1, 5, 6))
+    for wrong in ((torch.randn(1, 5, 6),) * 2, [torch.randn(1, 5, 6)]):
+        with pytest.raises(TypeError, match="`hx` should be a tensor; got"):
+            rnn(x, wrong)
+    with pytest.raises(TypeError, match="`hx` should be a tensor; got NoneType"):
+        LSTMSVD(3, 6)(x, (torch.randn(1, 5, 6), None))
+    with pytest.raises(TypeError, match=r"`spectrum` should be one of fasth\.spectrum"):
+        RNNSVD(3, 6, spectrum="free", device="meta")
+    with pytest.raises(ValueError, match=r"`weight` should have shape \(1, 6, 6\); got \(6, 6\)"):
+        rnn.set_weight_(torch.eye(6))
     with pytest.raises(ValueError, match=r"`hx\[1\]` should have shape \(1, 5, 6\)"):
         LSTMSVD(3, 6)(x, (torch.randn(1, 5, 6), torch.randn(1, 4, 6)))
     with pytest.raises(ValueError, match="`init` should be 'haar' or 'identity' for weights of 6×2; got 'henaff'"):
@@ -437,7 +484,7 @@ def test_a_mistake_is_explained():
         ({"nonlinearity": "sigmoid"}, "`nonlinearity` should be 'tanh' or 'relu' or 'modrelu'; got 'sigmoid'"),
         ({"init": "zeros"}, "`init` should be"),
         ({"num_layers": 0}, "num_layers"),
-        ({"eps": -1.0}, "`eps` should be"),
+        ({"eps": -1.0}, "`eps` should be at least 0; got -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             RNNSVD(3, 6, **options)

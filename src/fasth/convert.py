@@ -196,7 +196,7 @@ def _why_not_to_svd(module: nn.Module) -> str | None:
 
 
 def _why_not_to_dense(module: nn.Module) -> str | None:
-    if getattr(module, "nonlinearity", None) == "modrelu":
+    if isinstance(module, RNNSVD) and module.nonlinearity == "modrelu":
         return "nn.RNN has no modReLU"
     return _why_not(module, _FACTORED) if isinstance(module, _FACTORED) else None
 

@@ -19,9 +19,9 @@ __all__ = ["HiddenGradients", "hidden_gradients"]
 
 
 def hidden_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> HiddenGradients:
-    """‖∂L/∂h_t‖ of every recurrent layer of ``model`` at every time t: what the loss L would feel of a change at t.
+    """‖∂L/∂h_t‖ of every recurrent layer of ``model`` at every time t: how much the loss L changes with the state at t.
 
-    Where it vanishes towards the first times, nothing is learnt from these; where it explodes, nothing else is.
+    Where it vanishes towards the first times, the net learns nothing from what happened then.
 
     Args:
         model: any module with layers of the kinds ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, ``RNNSVD``, ``LSTMSVD`` and
@@ -30,7 +30,8 @@ def hidden_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> HiddenGrad
 
     Returns:
         The norms by the name of the layer: (time,) each. The norm is over the batch, over all layers of a stack and,
-        in an LSTM, over h and c. The gradient is the whole one: through the output at t, and through all later states.
+        in an LSTM, over h and c, which count as independent. The gradient is the whole one: through the output at t,
+        and through all later states. Layers that are frozen, with all that comes before them, are left out.
 
     While L is computed, these layers run one time step at a time. The gradients of parameters stay as they are.
 
@@ -40,6 +41,8 @@ def hidden_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> HiddenGrad
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
+    if not callable(loss):
+        raise TypeError(f"`loss` should be a function that computes the loss; got {type(loss).__name__}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.RNNBase, Recurrent))}
     for name, layer in layers.items():
         if layer.bidirectional:
@@ -60,6 +63,11 @@ def hidden_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> HiddenGrad
 
 
 def _norms(loss: Tensor, seen: dict[str, list[list[Tensor]]]) -> dict[str, Tensor]:
+    seen = {name: steps for name, steps in seen.items() if all(s.requires_grad for step in steps for s in step)}
+    if not seen:
+        raise ValueError(
+            "the states of a recurrent layer of `model` should have a gradient; all are frozen, or constants"
+        )
     states = [state for steps in seen.values() for step in steps for state in step]
     gradients = iter(torch.autograd.grad(loss, states, allow_unused=True))
     norms = {}

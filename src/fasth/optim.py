@@ -56,7 +56,7 @@ def param_groups(
     rate is the same, and that of the reflectors is 0.3·lr, and half of it for full ones. Where a spectrum maps sigma to
     σ, the rate is divided by the slope of the map, for SGD by its square. For a layer of rank r, Adam's rates are
     multiplied by √(min(n, m)/r), since fewer numbers move W less. An ``RNNSVD`` whose σ are bounded, as by default, is
-    made to remember, and a change of W_hh acts at every time step: its reflectors have lr/20, or lr/10 where W_hh is
+    made to remember, and a change of W_hh acts at every time step: its reflectors have lr/40, or lr/20 where W_hh is
     orthogonal, and sigma a hundredth of the rate above. All else has the rate lr.
     ``docs/training.md`` has the derivation and the experiments.
 
@@ -112,9 +112,9 @@ class _Weight(NamedTuple):
     rank: int
     form: str
     spectrum: Spectrum
-    remembering: int = (
-        0  # of an RNN with bounded singular values: how many orthogonal factors its memory passes through
-    )
+    # What the rates of sigma and of reflectors are multiplied by: less than 1 in an RNN that is made to remember.
+    for_sigma: float = 1.0
+    for_reflectors: float = 1.0
 
 
 class _Rule(NamedTuple):
@@ -124,13 +124,12 @@ class _Rule(NamedTuple):
 
     def sigma(self, W: _Weight) -> float:
         factor, slope = (math.sqrt(W.n) + math.sqrt(W.m)) / 2, _slope(W.spectrum)
-        factor *= 0.01 if W.remembering else 1.0
+        factor *= W.for_sigma
         return factor / slope**2 if self.follows_gradient else factor / slope * _thinness(W)
 
     def reflectors(self, W: _Weight) -> float:
         factor = 1.0 if W.form == "compact" else math.sqrt(0.5)
-        caution = 0.1 / W.remembering if W.remembering else 1.0
-        return caution * (0.3 * factor**2 if self.follows_gradient else factor * _thinness(W))
+        return W.for_reflectors * (0.3 * factor**2 if self.follows_gradient else factor * _thinness(W))
 
 
 def _thinness(W: _Weight) -> float:
@@ -172,11 +171,12 @@ def _weight_of(module: Any) -> _Weight | None:
         return _Weight(*module._matrix_shape, module.rank, module.form, module.spectrum)
     if isinstance(module, Recurrent):
         n, m = module._matrix_shape
-        spectrum = module.spectrum or free()
-        remembering = 0
-        if isinstance(module, RNNSVD):
-            remembering = 1 if module.spectrum is None else 2 * spectrum.bounded
-        return _Weight(n, m, min(n, m), "compact", spectrum, remembering)
+        spectrum, smaller = module.spectrum or free(), (1.0, 1.0)
+        if isinstance(module, RNNSVD) and module.spectrum is None:
+            smaller = (1.0, 0.05)
+        elif isinstance(module, RNNSVD) and spectrum.bounded:
+            smaller = (0.01, 0.025)  # what it remembers passes through two orthogonal matrices, U and V
+        return _Weight(n, m, min(n, m), "compact", spectrum, *smaller)
     if isinstance(module, (LinearOrthogonal, LinearSymmetric)):
         n, m = module.out_features, module.in_features
         return _Weight(n, m, min(n, m), module.form, getattr(module, "spectrum", free()))

@@ -155,9 +155,10 @@ def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
 def _weights_of(module: Any) -> Iterator[Weight]:
     """Those of one module, by the names that they have in it."""
     if isinstance(module, Recurrent):
-        factor_names, trained = module._dense_names(), module.spectrum is not None
-        for name, svd in module.svds.items():
-            yield Weight(name, tuple(svd.shape), svd.sigma, trained, _factors(module, factor_names[name]))
+        for name, factor_names in module._dense_names().items():
+            sigma = module._sigma(module._place(name))
+            shape = (*sigma.shape[:-1], *module._matrix_shape)
+            yield Weight(name, shape, sigma, module.spectrum is not None, _factors(module, factor_names))
     elif isinstance(module, LinearOrthogonal):
         shape, ones = (module.out_features, module.in_features), module.reflectors.new_ones(len(module.reflectors))
         yield Weight("", shape, ones, False, _factors(module, module._factor_names))

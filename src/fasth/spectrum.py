@@ -149,6 +149,10 @@ class _Between(Spectrum):
         outer = torch.where(outside, outer.clamp(-_STEEP, _STEEP), outer)
         return torch.where(position.abs() < 0.5, inner, outer)
 
+    def start(self, sigma: Tensor) -> Tensor:
+        """A thousandth of the width inside the ends: at the ends themselves nothing would be learnt."""
+        return self.inverse(sigma).clamp(-_STEEP, _STEEP)
+
     def _of(self, t: Tensor) -> tuple[float, float, float, float]:
         bounds = self.bounds.get(t.dtype)
         if bounds is None:

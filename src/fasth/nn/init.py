@@ -42,7 +42,7 @@ def rotations(h: int, kind: str, *, device: Any = None, dtype: torch.dtype | Non
     """
     uniform = torch.rand(h // 2, dtype=torch.float64, device="cpu")
     angles = (2 * uniform - 1) * math.pi if kind == "henaff" else -(uniform * math.pi / 4).tan()
-    first = torch.arange(0, h - 1, 2)
+    first = torch.arange(0, h - 1, 2, device="cpu")
     W = torch.eye(h, dtype=torch.float64, device="cpu")
     W[first, first] = W[first + 1, first + 1] = angles.cos()
     W[first, first + 1], W[first + 1, first] = angles.sin(), -angles.sin()

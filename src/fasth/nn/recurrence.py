@@ -37,7 +37,8 @@ def recurrence(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, nonlineari
     times, the output is all that is saved for backward, and the gradient of W is one product over all times.
     """
     f = NONLINEARITIES.index(nonlinearity)
-    if transform_active() or core_for(x, W, h0, bias) is None:
+    one_step = len(x) == 1 if times.sizes is None else len(times.sizes) == 1  # for which W need not be packed
+    if one_step or transform_active() or core_for(x, W, h0, bias) is None:
         return _in_torch(x, W, h0, bias, f, times)
     return Recurrence.apply(x, W, h0, bias, f, times)
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled, check_tensor, svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of
-from fasth.nn.factors import INITS, check_signs, one_side, put_signs
+from fasth.nn.factors import INITS, check_signs, one_side, put_signs, spectrum_or_free
 from fasth.nn.init import rotations
 from fasth.nn.linear import LinearOrthogonal, LinearSVD
 from fasth.operators import SVD, Orthogonal
@@ -52,6 +52,8 @@ class Recurrent(Factored):
     ) -> None:
         """Those of ``dense``, which has checked the options, and knows the names and shapes of its parameters."""
         check_dtype(dtype)
+        if spectrum is not None:
+            spectrum_or_free(spectrum)
         for name in ("input_size", "hidden_size", *self._defaults):
             setattr(self, name, getattr(dense, name))
         self.spectrum, self.init = spectrum, one_of("init", init, RECURRENT_INITS)
@@ -121,19 +123,24 @@ class Recurrent(Factored):
     def _gate_factors(self, where: str) -> list[tuple[Tensor, Tensor | None]]:
         """The reflectors and σ of each gate."""
         reflectors = getattr(self, f"reflectors_{where}").chunk(self._gates)
+        sigma = [None] if self.spectrum is None else self._sigma(where).view(self._gates, -1)
+        return list(zip(reflectors, sigma, strict=True))
+
+    def _sigma(self, where: str) -> Tensor:
+        """σ: (k,), or (gates, k)."""
+        reflectors = getattr(self, f"reflectors_{where}")
         if self.spectrum is None:
-            return [(one, None) for one in reflectors]
-        sigma = getattr(self, f"sigma_{where}").view(self._gates, -1)
-        return list(zip(reflectors, self.spectrum(sigma), strict=True))
+            return reflectors.new_ones(len(reflectors))
+        sigma = getattr(self, f"sigma_{where}")
+        return self.spectrum(sigma if self._gates == 1 else sigma.view(self._gates, -1))
 
     def _svd(self, where: str) -> SVD:
-        gates = self._gate_factors(where)
-        reflectors, sigma = (torch.stack(t) if len(t) > 1 else t[0] for t in zip(*gates, strict=True))
-        if sigma is not None:
-            return SVD.of_shared(reflectors, sigma)
-        h = self.hidden_size
-        Q = Orthogonal(reflectors, form="compact", signs=diagonal_signs(reflectors, h))
-        return SVD(Q, reflectors.new_ones(h), reflectors.new_empty(0, h))
+        reflectors, sigma = getattr(self, f"reflectors_{where}"), self._sigma(where)
+        if self.spectrum is not None:
+            of_gates = reflectors if self._gates == 1 else reflectors.unflatten(0, (self._gates, -1))
+            return SVD.of_shared(of_gates, sigma)
+        Q = Orthogonal(reflectors, form="compact", signs=diagonal_signs(reflectors, len(reflectors)))
+        return SVD(Q, sigma, reflectors.new_empty(0, len(reflectors)))
 
     @property
     def svds(self) -> dict[str, SVD]:
@@ -159,8 +166,27 @@ class Recurrent(Factored):
 
     @property
     def weight(self) -> Tensor:
-        """All hidden-to-hidden weights: (num_layers·directions, gates·n, m), in the order of the hidden states."""
+        """All hidden-to-hidden weights: (num_layers·directions, gates·n, m), in the order of the hidden states.
+
+        They are a result, and so is each ``weight_hh_l{k}[_reverse]``: to change them, use ``set_weight_``.
+        """
         return torch.stack(self._hidden_weights())
+
+    def set_weight_(self: Self, weight: Tensor) -> Self:
+        """Makes ``weight`` the hidden-to-hidden weights: (num_layers·directions, gates·n, m), each as ``LinearSVD``.
+
+        Where the weights are orthogonal, they become the orthogonal ones that are nearest.
+        """
+        return super().set_weight_(weight)
+
+    def _decompose(self, weight: Tensor) -> Factors:
+        n, m = self._matrix_shape
+        weights = self._matching(weight, (len(self._places()), self._gates * n, m))
+        found = [
+            self._decompose_named(f"weight_hh_{where}", W) for where, W in zip(self._places(), weights, strict=True)
+        ]
+        tensors = {name: t for one in found for name, t in one.tensors.items()}
+        return Factors(tensors, max(one.change for one in found))
 
     def _form(self) -> list[Tensor]:
         return [self._dense(where) for where in self._places()]
@@ -196,6 +222,7 @@ class Recurrent(Factored):
         if input.ndim not in (2, 3):
             raise ValueError(f"`input` should have two or three dimensions; got shape {tuple(input.shape)}")
         for h in () if hx is None else self._as_list(hx):
+            check_tensor("hx", h)
             if h.ndim != input.ndim:
                 raise ValueError(
                     f"`hx` should have as many dimensions as `input`, of shape {tuple(input.shape)}; "
@@ -248,10 +275,13 @@ class Recurrent(Factored):
             return [input.new_zeros(shape) for shape in shapes.values()]
         states = self._as_list(hx)
         for h, (name, shape) in zip(states, shapes.items(), strict=True):
+            check_tensor(name, h)
             if h.shape != shape:
                 raise ValueError(
                     f"`{name}` should have shape {shape}, or {shape[::2]} for unbatched input; got {tuple(h.shape)}"
                 )
+            if h.dtype != input.dtype and not autocast_enabled(input):
+                raise ValueError(f"`{name}` should have the dtype of `input`, {input.dtype}; got {h.dtype}")
         return states
 
     def _dense_names(self) -> dict[str, tuple[str, ...]]:
@@ -301,9 +331,11 @@ class Recurrent(Factored):
         dense = self._twin(**_arguments(self, type(self)), device="meta", dtype=like["dtype"]).to_empty(
             device=like["device"]
         )
-        with torch.enable_grad():  # a weight is to be trained if one of its factors is
-            for name, parameter in dense.named_parameters():
-                _copy(getattr(self, name), parameter)
+        factors = self._dense_names()
+        for name, parameter in dense.named_parameters():
+            _copy(getattr(self, name), parameter)
+            if name in factors:  # it is to be trained if one of its factors is
+                parameter.requires_grad_(any(getattr(self, factor).requires_grad for factor in factors[name]))
         return dense.train(self.training)
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ class RNNSVD(Recurrent):
 
     ``nn.RNN``'s signature, shapes and parameters, except that each ``weight_hh_l{k}[_reverse]``: (hidden, hidden) is
     made of the parameters ``reflectors_l{k}[_reverse]``: (hidden, hidden) and ``sigma_l{k}[_reverse]``: (hidden,), as
-    ``LinearSVD`` says. It can be read as an attribute.
+    ``LinearSVD`` says. It can be read as an attribute; to change it there is ``set_weight_``.
 
     What h_T owes to h_t is a product of T − t of these matrices (and slopes of f), so it explodes or vanishes with
     σ^(T − t). The spectrum keeps σ within 1 ± eps, exactly and at every step of training.
@@ -87,7 +87,9 @@ class RNNSVD(Recurrent):
         one_of("nonlinearity", nonlinearity, NONLINEARITIES)
         options = (num_layers, "tanh", bias, batch_first, dropout, bidirectional)
         dense = nn.RNN(input_size, hidden_size, *options, device="meta")
-        if spectrum is None and eps != 0:
+        if eps < 0:
+            raise ValueError(f"`eps` should be at least 0; got {eps}")
+        if spectrum is None and eps > 0:
             spectrum = spectra.around(1, eps)
         self._add_parameters(dense, spectrum, init, device, dtype)
         self.nonlinearity = nonlinearity
