@@ -30,7 +30,7 @@ class Recurrent(Factored):
 
     Of each ``weight_hh_l{k}[_reverse]``: (gates·n, m), the matrix of every gate is W = U diag(σ) Vᵀ. In its place are
     the parameters ``reflectors_l{k}[_reverse]``: (gates·n, m), and ``sigma_l{k}[_reverse]``: (gates·min(n, m),), those
-    of the gates one below the other, each as ``LinearSVD`` has them. With ``orthogonal`` W is orthogonal, there is no
+    of the gates one below the other, each as ``LinearSVD`` has them. Without a spectrum W is orthogonal, there is no
     sigma, and the reflectors are as ``LinearOrthogonal`` has them.
     """
 
@@ -52,11 +52,10 @@ class Recurrent(Factored):
     ) -> None:
         """Those of ``dense``, which has checked the options, and knows the names and shapes of its parameters."""
         check_dtype(dtype)
-        if spectrum is not None:
-            spectrum_or_free(spectrum)
         for name in ("input_size", "hidden_size", *self._defaults):
             setattr(self, name, getattr(dense, name))
-        self.spectrum, self.init = spectrum, one_of("init", init, RECURRENT_INITS)
+        self.spectrum = None if spectrum is None else spectrum_or_free(spectrum)
+        self.init = one_of("init", init, RECURRENT_INITS)
         self._factors_of_one = ("reflectors",) if spectrum is None else ("reflectors", "sigma")
         n, m = self._matrix_shape
         if self.init in ("henaff", "cayley") and n != m:
