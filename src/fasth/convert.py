@@ -19,7 +19,7 @@ from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthog
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
 from fasth.nn.recurrent import Recurrent
-from fasth.replace import FILTERED, Conversion, Filter, Plan, factors, parameters_of
+from fasth.replace import FILTERED, Conversion, Filter, Plan, factors, is_factor, parameters_of
 from fasth.spectrum import Spectrum, free
 
 __all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
@@ -46,10 +46,10 @@ def to_svd(
     """The model with the weights of its Linear, Conv and recurrent layers held as W = U Σ Vᵀ; the same to rounding.
 
     Converted are exactly the classes Linear, Conv1d, Conv2d, RNN, LSTM and GRU, of the last three the hidden-to-hidden
-    weights. A subclass may compute something else, or be read by its parent. Device,
-    dtype, ``requires_grad`` and the training mode stay as they are, and biases stay the same parameters. Modules that
-    share a weight are all converted and share its factors, or none of them is. Left alone are also layers with hooks,
-    which would be lost, and layers that hold anything besides their weight and bias.
+    weights. A subclass may compute something else, or be read by its parent. Device, dtype, ``requires_grad`` and the
+    training mode stay as they are, and biases stay the same parameters. Modules that share a weight are all converted
+    and share its factors, or none of them is. Left alone are also layers with hooks, which would be lost, and layers
+    that hold anything besides their weight and bias.
 
     Args:
         model: any module, such a layer itself among them. Without any that can be converted it is an error.
@@ -230,9 +230,7 @@ def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
     named = *parameters_of(module), *module.named_buffers(recurse=False), *module.named_children()
     held = [name for name, _ in named if name != "_layout"]
     matrices = _names_of_matrices(module)
-    if any(name not in held for name in matrices) or any(
-        name not in matrices and not name.startswith(("bias", "weight_ih", "weight_hr")) for name in held
-    ):
+    if any(name not in held for name in matrices) or any(name not in matrices and is_factor(name) for name in held):
         return f"it holds {', '.join(held)}, not what its class holds"
     if getattr(module, "groups", 1) != 1:
         return "with groups its weight is several matrices"

@@ -111,7 +111,7 @@ class Plan:
 
 def factors(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a layer's matrix is, or is made of: those that a conversion makes anew."""
-    return [p for name, p in parameters_of(module) if _is_factor(name)]
+    return [p for name, p in parameters_of(module) if is_factor(name)]
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -119,7 +119,8 @@ def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _is_factor(name: str) -> bool:
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is what a layer's matrix is, or is made of."""
     return not name.startswith(("bias", "weight_ih", "weight_hr"))
 
 
@@ -137,7 +138,7 @@ def _same_factors(a: nn.Module, b: nn.Module) -> bool:
 def _carry_over(module: nn.Module, new: nn.Module) -> None:
     """The parameters that are no factors. Of two layers in sequence the second has the bias."""
     for name, parameter in parameters_of(module):
-        if not _is_factor(name):
+        if not is_factor(name):
             setattr(new[-1] if isinstance(new, nn.Sequential) else new, name, parameter)
 
 
@@ -145,7 +146,7 @@ def _share_factors(first: nn.Module, new: nn.Module) -> None:
     """Gives ``new`` the factors of ``first``, of the same class and made from the same parameters."""
     for path, tensor in (*first.named_parameters(), *first.named_buffers()):
         where, _, name = path.rpartition(".")
-        if _is_factor(name):
+        if is_factor(name):
             setattr(new.get_submodule(where), name, tensor)
 
 

@@ -33,8 +33,8 @@ def recurrence(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, nonlineari
         h0: (batch, h), the states before the first time; in reverse, after the last.
         bias: (h,), that of modReLU, f(z) = sign(z) · relu(|z| + bias).
 
-    In the compiled core no step but its own waits for another: each thread takes its part of the batch through all
-    times, the output is all that is saved for backward, and the gradient of W is one product over all times.
+    In the compiled core each thread takes its part of the batch through all times. The output is all that is saved for
+    backward, and the gradient of W is one product over all times.
     """
     f = NONLINEARITIES.index(nonlinearity)
     one_step = len(x) == 1 if times.sizes is None else len(times.sizes) == 1  # for which W need not be packed
