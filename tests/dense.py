@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from problems import gradient_of
 from torch import Tensor, nn
+
+from fasth.problems import gradient_of
 
 
 def assert_matches_dense(

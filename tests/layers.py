@@ -22,6 +22,15 @@ from fasth import (
     spectrum,
 )
 
+FORMS = ["compact", "full"]
+SPECTRA = [
+    spectrum.free(),
+    spectrum.positive(),
+    spectrum.between(0.5, 2.0),
+    spectrum.around(1.0, 0.1),
+    spectrum.normalized(),
+]
+
 
 class Case(NamedTuple):
     make: Callable[..., Any]  # takes device and dtype
@@ -89,3 +98,14 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
     """What the layer makes of x: of an RNN, the hidden states at all times."""
     out = layer(x)
     return out if isinstance(out, Tensor) else out[0]
+
+
+def holds(sigma: Tensor, s: spectrum.Spectrum) -> bool:
+    """Whether the singular values keep the promise of their spectrum, to the last digit."""
+    sigma = sigma.detach().double()
+    if s == spectrum.positive():
+        return bool(((sigma > 0) & sigma.isfinite()).all())
+    if s == spectrum.normalized():
+        return sigma.abs().max().item() == 1
+    low, high = {SPECTRA[2]: (0.5, 2.0), SPECTRA[3]: (0.9, 1.1)}.get(s, (-torch.inf, torch.inf))
+    return bool(((low <= sigma) & (sigma <= high)).all())

@@ -19,7 +19,7 @@ target, *path = sys.argv[1:]
 sys.path[:] = [target, *sys.path, *path]
 
 import torch
-from problems import DIRECTIONS, Problem, assert_all_close, from_definition, with_gradients
+from fasth.problems import DIRECTIONS, Problem, assert_all_close, from_definition, with_gradients
 
 import fasth
 from fasth.cli import main

@@ -17,10 +17,10 @@ from layers import ALL, BY_KERNELS, CASES, Case, of_every, output
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from twins import perturbed
 
 import fasth
 from fasth import LinearSVD
+from fasth.twins import perturbed
 
 ROUNDINGS = 100
 

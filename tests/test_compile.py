@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import with_gradients
 from processes import script
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,6 +13,7 @@ import fasth
 import fasth.nn as fnn
 from fasth import spectrum
 from fasth.functional import householder, svd_linear
+from fasth.problems import with_gradients
 from fasth.reflections import core
 from fasth.reflections.heuristics import SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z
 from fasth.reflections.library import COMPACT, FULL, SIGNED, TRIANGULAR

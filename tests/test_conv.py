@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense import assert_close, assert_layer_matches_dense, assert_within, value_and_gradients
+from layers import FORMS, SPECTRA, holds
 from torch import Tensor, nn
 from torch.func import functional_call
-from twins import FORMS, SPECTRA, definition_weight, holds, orthogonality, perturbed
 
 from fasth import cached, spectrum
 from fasth.nn import Conv1dSVD, Conv2dSVD
+from fasth.twins import definition_weight, orthogonality, perturbed
 
 # The arguments of nn.Conv1d or nn.Conv2d, and the shape of an input.
 PROBLEMS: dict[str, tuple[type, dict[str, Any], tuple[int, ...]]] = {

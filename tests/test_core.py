@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Problem, assert_all_close, assert_close, gradient_of
 from processes import script
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fasth.problems import Problem, assert_all_close, assert_close, gradient_of
 from fasth.reflections import core, definition
 
 pytestmark = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
@@ -499,7 +499,7 @@ def test_inside_another_parallel_region():
 def test_after_a_fork():
     script("""
 import multiprocessing, torch
-from problems import *
+from fasth.problems import *
 from test_core import draw, from_core, from_definition
 
 x, V, g = draw(Problem("", (24, 150), (150, 150)), torch.float64)  # so small that torch itself needs no threads

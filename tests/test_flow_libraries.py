@@ -19,19 +19,20 @@ import pyro.distributions
 import pytest
 import torch
 import zuko
+from layers import FORMS
 from normflows.flows.flow_test import FlowTest
 from processes import script
 from test_flows import LAYERS, POSITIVE, every_layer
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.distributions import MultivariateNormal
-from twins import FORMS, definition_weight, perturbed
 
 import fasth.flows.freia
 import fasth.flows.nflows
 import fasth.flows.normflows
 import fasth.flows.zuko
 from fasth import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, param_groups
+from fasth.twins import definition_weight, perturbed
 
 ForNflows = fasth.flows.nflows.SVDTransform
 ForNormflows = fasth.flows.normflows.SVDTransform

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import FORMS
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.distributions import (
@@ -21,7 +22,6 @@ from torch.distributions import (
     transform_to,
 )
 from torch.distributions.transforms import TanhTransform
-from twins import FORMS, perturbed
 
 from fasth import (
     RNNSVD,
@@ -36,6 +36,7 @@ from fasth import (
     to_dense,
 )
 from fasth.flows import whiten_
+from fasth.twins import perturbed
 
 POSITIVE = spectrum.positive()
 LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {

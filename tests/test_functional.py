@@ -12,9 +12,9 @@ from layers import ALL, BY_KERNELS, CASES, PARAMETRIZED, RECURRENT, Case, of_eve
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
-from twins import perturbed
 
 from fasth import LinearSVD
+from fasth.twins import perturbed
 
 DOUBLE = torch.float64
 VMAPPED = {name: case for name, case in ALL.items() if name not in BY_KERNELS}

@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import (
+
+from fasth import functional, householder
+from fasth.functional import reflect
+from fasth.problems import (
     DIRECTIONS,
     PROBLEMS,
     Problem,
@@ -16,9 +19,6 @@ from problems import (
     gradient_of,
     with_gradients,
 )
-
-from fasth import functional, householder
-from fasth.functional import reflect
 from fasth.reflections import heuristics
 
 by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)

@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from dense import assert_layer_matches_dense, assert_within, value_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import FORMS, SPECTRA, holds
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrize, prune
-from twins import FORMS, SPECTRA, definition_weight, holds, orthogonality, perturbed
 
 from fasth import cached, spectrum
 from fasth.nn import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.operators import Orthogonal
+from fasth.twins import definition_weight, orthogonality, perturbed
 
 KINDS = [LinearSVD, LinearSymmetric, LinearOrthogonal]
 SHAPES = [(1, 1), (1, 5), (5, 1), (6, 6), (4, 9), (9, 4), (40, 40), (70, 33), (33, 70)]

@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense import assert_layer_matches_dense, assert_within
+from layers import FORMS, SPECTRA, holds
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from twins import FORMS, SPECTRA, definition_weight, holds, orthogonality, perturbed
 
 from fasth import cached, spectrum
 from fasth.convert import Conversion, compress, to_dense, to_svd
 from fasth.functional import svd_linear
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.reflections import heuristics
+from fasth.twins import definition_weight, orthogonality, perturbed
 
 SIZES = [(6, 6, 1), (6, 6, 5), (9, 4, 2), (4, 9, 3), (70, 33, 20), (130, 140, 33)]  # in, out, rank
 each_size = pytest.mark.parametrize(("m", "n", "r"), SIZES)

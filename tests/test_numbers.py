@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from problems import DIRECTIONS, assert_close, from_definition, with_gradients
 from scipy.linalg import lapack
 
 from fasth import householder
+from fasth.problems import DIRECTIONS, assert_close, from_definition, with_gradients
 
 pytestmark = pytest.mark.usefixtures("path")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from dense import assert_matches_dense, assert_within
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import every_other_column, from_definition, zero_rows
 from torch import Tensor
 
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.matrix import has_entry
 from fasth.operators.orthogonal import FORMS, compact_from_dense, haar_compact, in_form
+from fasth.problems import every_other_column, from_definition, zero_rows
 
 LinAlgError = torch.linalg.LinAlgError
 

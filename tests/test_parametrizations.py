@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from dense import assert_within, value_and_gradients
+from layers import holds
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations as of_torch
 from torch.nn.utils import parametrize
-from twins import holds, orthogonality, perturbed
 
 from fasth import SVD, parametrizations, spectrum
 from fasth.parametrizations import orthogonal, svd
+from fasth.twins import orthogonality, perturbed
 
 MODULES: dict[str, tuple[Callable[..., Any], str, tuple[int, ...] | None]] = {
     "square": (lambda **o: nn.Linear(6, 6, **o), "weight", (3, 6)),

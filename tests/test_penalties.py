@@ -8,9 +8,9 @@ import pytest
 import torch
 from layers import ALL, Case, of_every, trained
 from torch import Tensor, nn
-from twins import perturbed
 
 from fasth import LinearOrthogonal, LinearSVD, nuclear_norm, parametrizations, spectrum, to_svd
+from fasth.twins import perturbed
 
 DOUBLE = torch.float64
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from layers import ALL, CASES, Case, of_every, output, trained
 from torch import Tensor, nn
-from twins import orthogonality, perturbed
 
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric, spectrum
+from fasth.twins import orthogonality, perturbed
 
 LOW = [torch.bfloat16, torch.float16]
 SIZES = [64, 256, 1024]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from layers import ALL, Case, of_every
 from torch import nn
-from twins import perturbed
 
 from fasth import LinearSVD, parametrizations, spectra, spectrum
 from fasth.spectra import Spectra
+from fasth.twins import perturbed
 
 
 def weights_of(layer: Any) -> list[torch.Tensor]:

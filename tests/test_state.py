@@ -13,7 +13,6 @@ import torch
 from layers import ALL, CASES, Case, of_every, output
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, skip_init, vector_to_parameters
-from twins import orthogonality, perturbed
 
 from fasth import (
     GRUSVD,
@@ -28,6 +27,7 @@ from fasth import (
     to_svd,
 )
 from fasth.reflections import core
+from fasth.twins import orthogonality, perturbed
 
 
 def _by_torch(state: dict[str, Tensor], tmp_path: Any) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from problems import gradient_of
 from torch import Tensor
 
 from fasth import functional
 from fasth.functional import svd_dense, svd_linear
+from fasth.problems import gradient_of
 from fasth.reflections import definition
 from fasth.reflections.blocked import expand_compact
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import DIRECTIONS, PROBLEMS, Problem, from_definition
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from fasth import householder
+from fasth.problems import DIRECTIONS, PROBLEMS, Problem, from_definition
 from fasth.reflections import definition
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")

@@ -1,9 +1,10 @@
-"""The table of problems that every test of ``householder`` runs through, and how results are compared."""
+"""The table of problems that every test of ``householder`` and ``fasth check`` run through, and how they compare."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,17 +107,24 @@ def with_gradients(function: Callable[..., Tensor], x: Tensor, V: Tensor, **opti
     return out, *(zero if t is None else t for t, zero in zip(gradients, zeros, strict=True))
 
 
+class Comparison(NamedTuple):
+    """The largest error, relative to the size of the numbers, and what rounding may make of it."""
+
+    error: float
+    tolerance: float
+    close: bool
+
+    def __str__(self) -> str:
+        return f"error {self.error:.2e}, tolerance {self.tolerance:.2e}"
+
+
 def assert_close(actual: Tensor, expected: Tensor, scale: Tensor | float, r: int) -> None:
     """Within 8 r roundings of numbers as large as ``scale``, after r reflections, and 8 r of the float64 reference.
 
     A number that large may be beyond the range of the dtype: then infinity is right too.
     """
-    assert actual.shape == expected.shape
-    beyond = actual.isinf() & (torch.as_tensor(scale, device=actual.device) > torch.finfo(actual.dtype).max)
-    expected = torch.where(beyond, actual.to(expected.dtype), expected)
-    error = torch.where(actual == expected, 0, (actual.double() - expected.double()).abs())  # inf is equal to inf
-    tolerance = 8 * (torch.finfo(actual.dtype).eps + torch.finfo(torch.float64).eps) * max(r, 1)
-    assert (error <= tolerance * scale).all(), f"error {(error / scale).max():.2e}, tolerance {tolerance:.2e}"
+    comparison = compare(actual, expected, scale, r)
+    assert comparison.close, str(comparison)
 
 
 def assert_all_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], V: Tensor) -> None:
@@ -125,15 +133,32 @@ def assert_all_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], V
     Reflections keep lengths, so rows and their gradients have the length they came with. A reflector's gradient is a
     sum of products of the two over its length: it can cancel, but not below their rounding.
     """
+    for what, comparison in compare_all(actual, expected, V).items():
+        assert comparison.close, f"{what}: {comparison}"
+
+
+def compare(actual: Tensor, expected: Tensor, scale: Tensor | float, r: int) -> Comparison:
+    """What ``assert_close`` asks for."""
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    beyond = actual.isinf() & (torch.as_tensor(scale, device=actual.device) > torch.finfo(actual.dtype).max)
+    expected = torch.where(beyond, actual.to(expected.dtype), expected)
+    error = torch.where(actual == expected, 0, (actual.double() - expected.double()).abs())  # inf is equal to inf
+    tolerance = 8 * (torch.finfo(actual.dtype).eps + torch.finfo(torch.float64).eps) * max(r, 1)
+    relative = torch.where(error == 0, 0, error / scale)
+    largest = relative.max().item() if error.numel() else 0.0
+    return Comparison(largest, tolerance, bool((error <= tolerance * scale).all()))
+
+
+def compare_all(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], V: Tensor) -> dict[str, Comparison]:
+    """What ``assert_all_close`` asks for, of the value and of each gradient that is given."""
     r, V = V.shape[-2], V.detach().double()
     largest_row = [t.detach().double().norm(dim=-1).max().item() if t.numel() else 0.0 for t in expected[:2]]
     if expected[0].numel() > expected[1].numel() > 0:  # x was broadcast: a sum of gradients, which may cancel
         largest_row[1] = gradient_of(expected[0]).norm().item()
-    for t, reference, scale in zip(actual, expected[:2], largest_row, strict=False):
-        assert_close(t, reference, scale, r)
-    if len(actual) == 2:
-        return
     length = V.norm(dim=-1, keepdim=True)
     length = torch.where(length == 0, 1, length)
     x_norm, g_norm = (t.detach().double().norm().item() for t in expected[:2])
-    assert_close(actual[2], expected[2], x_norm * g_norm / length, r)
+    scales = (*largest_row, x_norm * g_norm / length)
+    names = ("value", "gradient of x", "gradient of V")
+    compared = zip(names, actual, expected, scales, strict=False)
+    return {name: compare(t, reference, scale, r) for name, t, reference, scale in compared}
