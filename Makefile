@@ -14,7 +14,15 @@ OTHER := build/torch-$(VERSION)
 # Where there is a compiler, a core that does not build is an error; elsewhere the package installs without one.
 export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 
-.PHONY: help demo test test-torch lint format bench reproduce study flow recurrent readme phases sanitize clean
+# What the Triton kernels are tested with in their interpreter, which is slow: files of all backends, and their own.
+IN_INTERPRETER := tests/test_kernels.py tests/test_householder.py::test_values_and_gradients \
+  tests/test_svd_linear.py::test_value_and_gradients tests/test_svd_linear.py::test_one_gradient_at_a_time \
+  tests/test_svd_linear.py::test_strides \
+  $(addprefix tests/test_numbers.py::test_,a_zero_reflector_gets_a_zero_gradient nan_and_infinity_pass_through \
+    scale_does_not_matter what_is_left_of_the_diagonal_is_ignored_even_if_it_is_nan)
+TOO_SLOW := (many and rows) or (more and rows) or 200 or 300 or 130 or 100x65
+
+.PHONY: help demo test test-kernels test-torch lint format gpu-resources bench reproduce study flow recurrent readme phases sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,6 +33,12 @@ demo: $(VENV)/.stamp ## train a digit classifier plain and with SVDs, and compar
 
 test: $(VENV)/.stamp ## run all tests; ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(VENV)/.stamp ## run the GPU kernels' tests, in Triton's interpreter on the CPU
+	FASTH_BACKEND=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_INTERPRETER) --dtype float32 -k "not ($(TOO_SLOW))" $(ARGS)
+
+gpu-resources: $(VENV)/.stamp ## compile the GPU kernels for real GPUs, without one; put what they take into docs/gpu.md
+	$(BIN)/python benchmarks/gpu_resources.py --write $(ARGS)
 
 lint: $(VENV)/.stamp ## check format, style and types
 	$(BIN)/ruff format --check

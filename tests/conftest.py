@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from fasth import functional
-from fasth.reflections import core
+from fasth.reflections import backends, core
 
 # New examples on every run at home; the same ones where a run decides whether a change goes in.
 settings.register_profile("ci", derandomize=True)
@@ -33,13 +33,23 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
 
 
-PATHS = ["pytorch", *core.available_levels()]
+KERNELS = backends.kernels_setting() == "cpu"  # this process interprets the Triton kernels
+collect_ignore = [] if KERNELS else ["test_kernels.py"]
+if KERNELS:
+    import numpy
+
+    numpy.seterr(all="ignore")  # the interpreter computes in NumPy, which warns about infinity and NaN
+PATHS = ["triton"] if KERNELS else ["pytorch", *core.available_levels()]
 
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each backend: PyTorch, and on the compiled core for every instruction set that this machine has."""
-    monkeypatch.setattr(core, "_core", None if request.param == "pytorch" else core.load(request.param))
+    """Each backend: PyTorch, and the compiled core for every instruction set that this machine has.
+
+    The Triton kernels are interpreted in a process of their own: ``make test-kernels``.
+    """
+    if not KERNELS:
+        monkeypatch.setattr(core, "_core", None if request.param == "pytorch" else core.load(request.param))
     return request.param
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 
@@ -13,6 +14,7 @@ import fasth
 from fasth.cli import main
 from fasth.reflections import core
 
+KERNELS = importlib.util.find_spec("triton") is not None
 needs_core = pytest.mark.skipif(not core.available_levels(), reason="no compiled core was built")
 
 
@@ -71,13 +73,33 @@ def test_the_backend(value, work):
     assert info("info", FASTH_BACKEND=value)["eager CPU work"].startswith(work)
 
 
+def test_info_says_which_path_a_gpu_has():
+    work = "Triton kernels where" if KERNELS else "PyTorch: Triton is not installed"
+    assert info("info")["GPU work"].startswith(work)
+    assert info("info", FASTH_BACKEND="torch")["GPU work"].startswith("PyTorch: the Triton kernels are switched off")
+    assert info("info")["GPU"] == (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
+    )
+
+
+@pytest.mark.skipif(not KERNELS, reason="Triton has no build for this system")
+def test_info_says_that_the_kernels_are_interpreted():
+    found = info("info", FASTH_BACKEND="triton", TRITON_INTERPRET="1")
+    assert found["eager CPU work"].startswith("Triton kernels, in Triton's interpreter")
+    assert (found["FASTH_BACKEND"], found["TRITON_INTERPRET"]) == ("triton", "1")
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
         ({"FASTH_CORE": "nonsense"}, "FASTH_CORE should be on or off; got 'nonsense'"),
         ({"FASTH_CORE": "2"}, "FASTH_CORE should be on or off; got '2'"),
-        ({"FASTH_BACKEND": "cuda"}, "FASTH_BACKEND should be one of auto, core, torch; got 'cuda'"),
-        ({"FASTH_BACKEND": "triton"}, "this version of fasth has no Triton kernels"),
+        ({"FASTH_BACKEND": "cuda"}, "FASTH_BACKEND should be one of auto, core, torch, triton; got 'cuda'"),
+        pytest.param(
+            {"FASTH_BACKEND": "triton"},
+            "FASTH_BACKEND=triton needs a GPU, and torch sees none" if KERNELS else "FASTH_BACKEND=triton needs Triton",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it is no error"),
+        ),
         ({"FASTH_BACKEND": "core", "FASTH_CORE": "off"}, "FASTH_BACKEND=core and FASTH_CORE=off contradict each other"),
     ],
 )

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fasth import householder
-from fasth.reflections.heuristics import forming_pays
+from fasth.reflections.heuristics import Where, forming_pays
 
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
@@ -45,7 +45,10 @@ class Depth(TorchDispatchMode):
         return t.untyped_storage()._cdata
 
 
-@pytest.mark.parametrize(("d", "k"), [(64, 8), (256, 32), (1024, 32), (4096, 64), (16384, 128), (16384, 256)])
+@pytest.mark.parametrize(
+    ("d", "k"),
+    [(64, 8), (256, 32), (384, 96), (1000, 250), (1024, 32), (4096, 64), (16384, 128), (16384, 256)],
+)
 @pytest.mark.parametrize("triangular", [False, True], ids=["full", "triangular"])
 @pytest.mark.parametrize("rows", [32, 100_000])
 def test_depth_is_r_over_k_plus_log_k(d, k, triangular, rows):
@@ -59,9 +62,8 @@ def test_depth_is_r_over_k_plus_log_k(d, k, triangular, rows):
         step = max(depth.of(of_x), depth.of(of_V))
     # T: one Gram product and two products per halving. Then three products per block, of which the first block's
     # first does not wait for T.
-    by_Q = forming_pays(
-        rows, d, d, triangular
-    )  # Q is formed, which takes the same, and then multiplied by: one product more
+    # Where Q is formed, which takes the same, it is then multiplied by: one product more.
+    by_Q = forming_pays(rows, d, d, triangular, Where("meta", x.dtype))
     assert forward == 3 * blocks + 2 * halvings + by_Q
     # The way back is as deep. Its last block still has to turn its state into a gradient, by four products.
     assert step <= forward + 3 * blocks + 4 + by_Q

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from fasth.reproduce import options as reproduce_options
 from fasth.tune import tune
 
 _SIZES = [64, 128, 256, 512, 768, 1024]
+_DTYPES = ["float32", "bfloat16", "float16", "float64"]
+_REPORT = Path("fasth-check.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, or 2 if what it was given makes no sense."""
+    """Runs one command and returns its exit code: 0, or 1 for a wrong answer, 2 for what makes no sense."""
     parser = argparse.ArgumentParser(
         prog="fasth", description="Orthogonal matrices that are trained by gradient descent."
     )
@@ -36,9 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tune = commands.add_parser("tune", help="find the best block sizes for this machine, and remember them")
     tune.add_argument("d", nargs="*", type=int, help=f"sizes; default: {' '.join(map(str, _SIZES))}", default=_SIZES)
     tune.add_argument("--rows", type=int, default=32, help="default: %(default)s")
-    tune.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="default: %(default)s")
+    tune.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: %(default)s")
     tune.add_argument("--device", default="cpu", help="default: %(default)s")
     tune.set_defaults(run=_tune)
+
+    check = commands.add_parser("check", help="compare what a device computes with the definition: under a minute")
+    check.add_argument("--device", default="cpu", help="such as cuda; default: %(default)s")
+    check.add_argument("--dtype", nargs="+", choices=_DTYPES, help="default: all that the device has")
+    check.add_argument(
+        "--threads", type=int, default=1, help="of the CPU, for problems this small; default: %(default)s"
+    )
+    check.add_argument("--only", default="", metavar="WORDS", help="the checks whose name contains these words")
+    check.add_argument("--out", type=Path, default=_REPORT, metavar="FILE", help="the report; default: %(default)s")
+    check.set_defaults(run=_check)
 
     reproduce = commands.add_parser("reproduce", help="the paper's experiments on this machine, with figures")
     reproduce_options.add(reproduce)
@@ -57,11 +70,29 @@ def _tune(options: argparse.Namespace) -> int:
         entry = found.entry
         print(
             f"{d:4}  {entry.block_size:10}  {found.default_block_size:9}  {found.seconds * 1e3:11.3f} ms"
-            f"  {found.default_seconds * 1e3:6.3f} ms  {entry.crossover:11} rows  {found.default_crossover:9}",
+            f"  {found.default_seconds * 1e3:6.3f} ms  {entry.crossover:11} rows  {found.default_crossover:9}"
+            + (f"  kernels: up to {entry.kernel_rows} rows, {entry.warps} warps" if entry.kernel_rows else ""),
             flush=True,
         )
     print(f"Kept in {tuning_file.path()}")
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from fasth import check, device  # what no other command needs
+
+    if options.threads < 1:
+        return _refuse(f"--threads should be positive; got {options.threads}")
+    torch.set_num_threads(options.threads)
+    try:
+        device.require(options.device)
+        dtypes = options.dtype or check.usable(options.device, _DTYPES)
+        chosen = [one for one in check.checks(options.device, dtypes) if options.only in one.name]
+        if not chosen:
+            return _refuse(f"no check has a name that contains {options.only!r}")
+        return check.run(options.device, chosen, options.out)
+    except (ImportError, OSError, ValueError) as error:  # of the core, the file and the device
+        return _refuse(str(error))
 
 
 def _refuse(reason: str) -> int:
@@ -90,7 +121,9 @@ def _info(options: argparse.Namespace) -> int:
 def _lines(found: dict[str, Any]) -> dict[str, Any]:
     return {
         **found["versions"],
-        "eager CPU work": _path(found["core"]),
+        "eager CPU work": _path(found["core"], found["kernels"]),
+        "GPU work": _gpu_path(found["kernels"]),
+        "GPU": found["gpu_name"] or "none that torch sees",
         "levels built": ", ".join(found["levels"]["built"]) or "none",
         "levels of this machine": ", ".join(found["levels"]["machine"]),
         "OpenMP": {True: "yes", False: "no, the core runs on one thread", None: "no core in use"}[found["openmp"]],
@@ -108,12 +141,25 @@ def _where(entry: dict[str, Any]) -> str:
 
 
 def _choices(entry: dict[str, Any]) -> str:
-    return f"blocks of {entry['block_size']}, Q formed from {entry['crossover']} rows"
+    kernels = f"kernels up to {entry['kernel_rows']} rows, " if entry["kernel_rows"] else ""
+    return f"{kernels}blocks of {entry['block_size']}, Q formed from {entry['crossover']} rows"
 
 
-def _path(core: str) -> str:
+def _path(core: str, kernels: str) -> str:
+    if kernels == "cpu":
+        return "Triton kernels, in Triton's interpreter: slow, to show what they compute (TRITON_INTERPRET)"
     if core == "off":
         return "PyTorch: the core is switched off by FASTH_BACKEND or FASTH_CORE"
     if core == "not built":
         return "PyTorch: no compiled core was built (no C++ compiler when fasth was installed?)"
     return f"compiled core, {core}"
+
+
+def _gpu_path(kernels: str) -> str:
+    if kernels == "not installed":
+        return "PyTorch: Triton is not installed (it comes with PyTorch's CUDA builds)"
+    if kernels == "off":
+        return "PyTorch: the Triton kernels are switched off by FASTH_BACKEND or FASTH_CORE"
+    if kernels == "cpu":
+        return "PyTorch: the Triton kernels are interpreted, on CPU tensors"
+    return "Triton kernels where they are estimated, or tuned, to be fastest; PyTorch elsewhere"

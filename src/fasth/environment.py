@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import fasth
+from fasth.reflections import backends
 from fasth.reflections import core as core_module
 
-_SETTINGS = ("FASTH_BACKEND", "FASTH_CORE", "FASTH_ISA", "FASTH_CORE_DIR")
+_SETTINGS = ("FASTH_BACKEND", "FASTH_CORE", "FASTH_ISA", "FASTH_CORE_DIR", "TRITON_INTERPRET")
 _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
@@ -20,7 +21,8 @@ def describe() -> dict[str, Any]:
     """Everything that JSON can hold of what decides how fast this process computes.
 
     ``core`` is the instruction set of the compiled core in use, "off" or "not built"; the levels are those that were
-    built and those that this machine has.
+    built and those that this machine has. ``kernels`` is where the Triton kernels serve: "cuda", "cpu" if they are
+    interpreted, "off", or "not installed" if Triton is not.
     """
     core = core_module.core()
     built = [level for level in core_module.LEVELS if core_module._spec(level)]
@@ -32,6 +34,8 @@ def describe() -> dict[str, Any]:
         "core": core.isa if core else "off" if built else "not built",
         "openmp": core.openmp if core else None,
         "levels": {"built": built, "machine": list(core_module.LEVELS[: highest + 1])},
+        "gpu_name": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernels": backends.kernels_setting(),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "threads": torch.get_num_threads(),
         "cpu": cpu.get("model name") or platform.processor() or platform.machine(),

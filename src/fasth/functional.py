@@ -1,7 +1,8 @@
 """The functions behind every layer: arguments are checked here, once, and here it is decided how to compute.
 
 x Qᵀ and x Wᵀ are computed by applying the reflections, or, for many rows, by forming Q or W first. Reflections are
-applied by the compiled core where it takes the tensors, by PyTorch's operations elsewhere: see ``reflections``.
+applied by the compiled core on the CPU, by the Triton kernels on a GPU where they are the fastest, by PyTorch's
+operations elsewhere: see ``reflections``.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from fasth.reflections.autograd import (
     signed_sigma,
     svd_by_products,
 )
-from fasth.reflections.core import core_for
+from fasth.reflections.backends import TORCH, TRITON, backend_for
 from fasth.reflections.heuristics import (
+    SAVE_NOTHING,
+    SAVE_T,
     Where,
     block_size_for,
     forming_pays,
     forming_svd_pays,
+    kernels_pay,
+    kernels_save,
     plan_householder,
     plan_svd_linear,
+    tuned_warps,
 )
 from fasth.reflections.library import COMPACT, FORMS, FULL, TRIANGULAR
+from fasth.reflections.precision import ieee_products
 from fasth.reflections.tuning_file import tuning_state
 
 __all__ = ["FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
@@ -121,15 +128,15 @@ def svd_linear(
     """
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     _check_svd_shapes(x, sigma, bias, n, m)
-    on_core = core_for(x, U, sigma, V, bias) is not None
-    if not on_core:  # it takes tensors of one dtype only
+    backend = backend_for(x, U, sigma, V, bias)
+    if backend == TORCH:  # the others take tensors of one dtype only
         _check_one_dtype(x, U, sigma, V, bias)
     kind = FORMS.index(form)
     if autocast_enabled(x):
         x = x.to(U.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return _svd_multiply(x, U, sigma, V, bias, kind, n, m, core_for(x, U, sigma, V, bias) is not None)
-    return _svd_multiply(x, U, sigma, V, bias, kind, n, m, on_core)
+            return _svd_multiply(x, U, sigma, V, bias, kind, n, m, backend_for(x, U, sigma, V, bias))
+    return _svd_multiply(x, U, sigma, V, bias, kind, n, m, backend)
 
 
 def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact") -> Tensor:
@@ -183,30 +190,30 @@ def _scaled(rows: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, for
 
 
 def _reflect(x: Tensor, V: Tensor, kind: int, transpose: bool, block_size: int | None) -> Tensor:
-    on_core = core_for(x, V) is not None
-    if not on_core:  # which takes tensors of one dtype only
+    backend = backend_for(x, V)
+    if backend == TORCH:  # the others take tensors of one dtype only
         _check_tensors(x, V)
     _check_shapes(x.shape, V.shape)
     if autocast_enabled(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(V.dtype)
-            return _multiply(x, V, kind, transpose, block_size, core_for(x, V) is not None)
-    return _multiply(x, V, kind, transpose, block_size, on_core)
+            return _multiply(x, V, kind, transpose, block_size, backend_for(x, V))
+    return _multiply(x, V, kind, transpose, block_size, backend)
 
 
-def _multiply(x: Tensor, V: Tensor, kind: int, transpose: bool, block_size: int | None, on_core: bool) -> Tensor:
+def _multiply(x: Tensor, V: Tensor, kind: int, transpose: bool, block_size: int | None, backend: str) -> Tensor:
     """x Qᵀ, or x Q, by what is fastest for these sizes."""
     if V.ndim > 2:
         x, V, shape = _batched(x, V)
         sizes = x.shape[1], *V.shape[1:]
-        return _apply(x, V, sizes, kind, transpose, block_size, core_for(x, V) is not None).reshape(shape)
+        return _apply(x, V, sizes, kind, transpose, block_size, backend_for(x, V)).reshape(shape)
     r, d = V.shape
     rows = x.numel() // d
-    if _may_form() and rows > d and forming_pays(rows, min(r, d) if kind >= COMPACT else r, d, kind != FULL, _where(V)):
+    if _may_form() and forming_pays(rows, min(r, d) if kind >= COMPACT else r, d, kind != FULL, _where(V)):
         Qt = _first_rows(V, d, kind, block_size)
         return x @ (Qt.mT if transpose else Qt)
-    return _apply(x, V, (rows, r, d), kind, transpose, block_size, on_core)
+    return _apply(x, V, (rows, r, d), kind, transpose, block_size, backend)
 
 
 def _apply(
@@ -216,7 +223,7 @@ def _apply(
     kind: int,
     transpose: bool,
     block_size: int | None,
-    on_core: bool,
+    backend: str,
     of_identity: bool = False,
 ) -> Tensor:
     """The reflections applied to x: (*, d) with V: (r, d), or x: (B, rows, d) with V: (B, r, d). Sizes: rows, r, d."""
@@ -225,17 +232,26 @@ def _apply(
         V = blocked.expand_compact(V) if kind >= COMPACT else V
         k = block_size_for(rows, r, d, block_size, _where(V))
         batch = (x, V) if V.ndim == 3 else (x.reshape(1, -1, d), V.unsqueeze(0))
-        return blocked.householder(*batch, transpose=transpose, triangular=kind != FULL, block_size=k).reshape(x.shape)
+        with ieee_products(x):
+            out = blocked.householder(*batch, transpose=transpose, triangular=kind != FULL, block_size=k)
+        return out.reshape(x.shape)
     needs = (x.requires_grad, V.requires_grad) if torch.is_grad_enabled() else (False, False)
-    how = bool(transpose), kind, on_core, of_identity
+    if backend == TRITON and not kernels_pay(x.numel() // d, r, d, kind != FULL, _where(V)):
+        backend = TORCH
+    how = bool(transpose), kind, backend, of_identity
     given = rows, r, d, kind == FULL, block_size, needs, _where(V)
     options = _options(how, given) if is_compiling() else _remembered_options(how, given, tuning_state())
     return Householder.apply(x, V, options)
 
 
-def _options(how: tuple[bool, int, bool, bool], given: tuple[Any, ...], *tuning_state: object) -> Options:
-    transpose, kind, on_core, of_identity = how
-    return Options(transpose, kind, *plan_householder(*given), on_core, of_identity)
+def _options(how: tuple[bool, int, str, bool], given: tuple[Any, ...], *tuning_state: object) -> Options:
+    transpose, kind, backend, of_identity = how
+    block_size, save = plan_householder(*given)
+    if backend != TRITON:
+        return Options(transpose, kind, block_size, save, backend, of_identity)
+    rows, r, d, full, _, needs, where = given
+    save = SAVE_T if kernels_save(rows, r, d, full, needs, where) else SAVE_NOTHING
+    return Options(transpose, kind, block_size, save, backend, of_identity, tuned_warps(d, where))
 
 
 # A small step takes little longer than making a plan. That depends on the state of tuning, too.
@@ -247,7 +263,7 @@ def _first_rows(V: Tensor, rows: int, kind: int, block_size: int | None = None) 
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     # Full reflectors save nothing by knowing that it is the identity.
     sizes = rows, *V.shape
-    return _apply(eye, V, sizes, kind, False, block_size, core_for(V) is not None, of_identity=kind != FULL)
+    return _apply(eye, V, sizes, kind, False, block_size, backend_for(V), of_identity=kind != FULL)
 
 
 # x Wᵀ.
@@ -262,7 +278,7 @@ def _svd_multiply(
     kind: int,
     n: int,
     m: int,
-    on_core: bool,
+    backend: str,
 ) -> Tensor:
     r_U, r_V = (m, n) if V is None else (len(U), len(V))
     k, rows, triangular = min(n, m) if sigma is None else len(sigma), x.numel() // m, kind != FULL
@@ -271,28 +287,30 @@ def _svd_multiply(
             A, B = svd_thin(U, sigma, V, form=FORMS[kind])
             return F.linear(F.linear(x, A), B, bias)
         return F.linear(x, svd_dense(U, sigma, V, form=FORMS[kind]), bias)
-    if not on_core or _must_compose():
+    if backend == TRITON and not kernels_pay(rows, max(min(r_U, n), min(r_V, m)), max(n, m), triangular, _where(U)):
+        backend = TORCH
+    if backend == TORCH or _must_compose():
         return svd_by_products(_multiply_by_side, x, U, sigma, V, bias, kind=kind)
     needs = False, False
     if torch.is_grad_enabled():
         trains_reflectors = U.requires_grad or (V is not None and V.requires_grad)
         needs = trains_reflectors or any(t is not None and t.requires_grad for t in (x, sigma, bias)), trains_reflectors
-    how = kind, V is U
+    how = kind, backend, V is U
     given = rows, n, m, r_U, r_V, kind == FULL, V is None, needs, _where(U)
     options = _svd_options(how, given) if is_compiling() else _remembered_svd_options(how, given, tuning_state())
     return SVDLinear.apply(x, U, sigma, None if options.symmetric else V, bias, options)
 
 
-def _svd_options(how: tuple[int, bool], given: tuple[Any, ...], *tuning_state: object) -> SVDOptions:
-    kind, symmetric = how
-    return SVDOptions(kind, *plan_svd_linear(*given), symmetric)
+def _svd_options(how: tuple[int, str, bool], given: tuple[Any, ...], *tuning_state: object) -> SVDOptions:
+    kind, backend, symmetric = how
+    return SVDOptions(kind, *plan_svd_linear(*given), backend, symmetric)
 
 
 _remembered_svd_options = functools.lru_cache(4096)(_svd_options)
 
 
 def _multiply_by_side(x: Tensor, V: Tensor, kind: int, transpose: bool) -> Tensor:
-    return _multiply(x, V, kind, transpose, None, core_for(x, V) is not None) if len(V) or V.requires_grad else x
+    return _multiply(x, V, kind, transpose, None, backend_for(x, V)) if len(V) or V.requires_grad else x
 
 
 # How to compute.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasth import functional, timing
-from fasth.reflections import tuning_file
-from fasth.reflections.core import core_for
-from fasth.reflections.heuristics import MANY_ROWS, block_size_by_rule, crossover_by_rule, even_block_size
+from fasth.reflections import gpu_model, tuning_file
+from fasth.reflections.autograd import Householder, Options
+from fasth.reflections.backends import TORCH, TRITON, backend_for
+from fasth.reflections.heuristics import (
+    MANY_ROWS,
+    SAVE_T,
+    Where,
+    block_size_by_rule,
+    crossover_by_rule,
+    even_block_size,
+    plan_householder,
+)
 from fasth.reflections.library import TRIANGULAR
+from fasth.reflections.triton.configurations import LONGEST, SWEEP_WARPS, columns_held
 
+_MOST_KERNEL_ROWS = 1 << 14
 _GAIN = 0.97  # another block size than the default should be faster by more than noise
 
 
@@ -34,8 +46,9 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     """Finds the fastest block size for d reflections of d dimensions, and from how many rows on forming Q is faster.
 
     The search of the paper's section 3.3, over sizes up to c√d and some beyond. With the number of threads that torch
-    has now. The library uses the result from then on, in this process and in others: it is kept in
-    ``FASTH_CACHE_DIR``, or the user's cache folder, and is about speed alone. Under a second for d = 784.
+    has now. On a GPU also the kernels' number of warps, and up to how many rows they are the fastest. The library uses
+    the result from then on, in this process and in others: it is kept in ``FASTH_CACHE_DIR``, or the user's cache
+    folder, and is about speed alone. Under a second for d = 784.
 
     Args:
         d: at least 2.
@@ -48,12 +61,15 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     device = torch.device(device)
     generator = torch.Generator().manual_seed(d)
     V = torch.randn(d, d, generator=generator).triu().to(device, dtype).requires_grad_()
-    times = _by_block_size(V, rows)
+    backend = backend_for(V)
+    by_products = TORCH if backend == TRITON else backend  # what has a block size
     default = block_size_by_rule(d, device.type == "cpu", rows >= MANY_ROWS)
+    times = _by_block_size(V, rows, by_products, default)
     best = min(times, key=lambda k: times[k])
     best = best if times[best] < _GAIN * times[default] else default
+    warps, kernel_rows = _kernels(V, rows, best) if backend == TRITON else (0, 0)
     by_rule = {triangular: crossover_by_rule(d, d, triangular) for triangular in (False, True)}
-    crossover = _crossover(V, best, by_rule[True])
+    crossover = _crossover(V, best, by_products, by_rule[True])
     name, core = tuning_file.machine(device.type)
     entry = tuning_file.Entry(
         machine=name,
@@ -66,26 +82,73 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
         block_size=best,
         crossover=crossover,
         crossover_full=max(d + 1, math.ceil(crossover * by_rule[False] / by_rule[True])),
+        kernel_rows=kernel_rows,
+        warps=warps,
     )
     tuning_file.store(entry)
     return Tuned(entry, default, math.ceil(by_rule[True]), times[best], times[default])
 
 
-def block_sizes(d: int) -> list[int]:
+def block_sizes(d: int, default: int | None = None) -> list[int]:
     """Those to try: even splits into blocks of at most 4, 8, 16, 24, … 128, up to about 4√d, and the default."""
     widest = [w for w in (4, 8, 16, 24, 32, 48, 64, 96, 128) if w <= max(32, 4 * math.sqrt(d))]
-    return sorted({even_block_size(d, w) for w in widest} | {block_size_by_rule(d)})
+    return sorted({even_block_size(d, w) for w in widest} | {default or block_size_by_rule(d)})
 
 
-def _by_block_size(V: Tensor, rows: int) -> dict[int, float]:
+def _by_block_size(V: Tensor, rows: int, backend: str, default: int) -> dict[int, float]:
     """Seconds of a training step, by block size."""
-    sizes = block_sizes(len(V))
-    calls = {str(k): _step(V, rows, _applied(V, k)) for k in sizes}
+    sizes = block_sizes(len(V), default)
+    calls = {str(k): _step(V, rows, _applied(V, k, backend)) for k in sizes}
     medians = _medians(calls, V.device, rounds=7, time_limit=0.03)
     return {k: medians[str(k)] for k in sizes}
 
 
-def _crossover(V: Tensor, k: int, by_rule: float) -> int:
+def _kernels(V: Tensor, rows: int, k: int) -> tuple[int, int]:
+    """The best number of warps, and up to how many rows the kernels are faster than blocks of k; 0 rows if never.
+
+    Only a number of warps whose answer is that of the blocks is timed: a compiler may be wrong for one GPU.
+    """
+    d = len(V)
+    if d > LONGEST:
+        return 0, 0
+    choices = [
+        w for w in SWEEP_WARPS[columns_held(d)] if _agrees(V, rows, _applied(V, k, TRITON, w), _applied(V, k, TORCH))
+    ]
+    if not choices:
+        warnings.warn(
+            f"the Triton kernels give another answer than PyTorch for d = {d} here, and are not used; "
+            "`fasth check` writes a report to send",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return 0, 0
+    of = _medians(
+        {str(w): _step(V, rows, _applied(V, k, TRITON, w)) for w in choices}, V.device, rounds=7, time_limit=0.03
+    )
+    warps = min(choices, key=lambda w: of[str(w)])
+    last = 0
+    for number in (2**i for i in range(_MOST_KERNEL_ROWS.bit_length())):
+        if gpu_model.state_bytes(number, d, d) > gpu_model.MOST_STATES:
+            break
+        calls = {
+            "kernels": _step(V, number, _applied(V, k, TRITON, warps)),
+            "blocks": _step(V, number, _applied(V, k, TORCH)),
+        }
+        of = _medians(calls, V.device, rounds=5, time_limit=0.03)
+        if of["kernels"] > of["blocks"]:
+            break
+        last = number
+    return warps, last
+
+
+def _agrees(V: Tensor, rows: int, one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> bool:
+    """Whether both make the same output and gradients of the same rows, to rounding."""
+    pairs = zip(_step(V, rows, one)(), _step(V, rows, other)(), strict=True)
+    limit = 64 * math.sqrt(len(V)) * torch.finfo(V.dtype).eps
+    return all(torch.dist(a.double(), b.double()) <= limit * b.double().norm() for a, b in pairs)
+
+
+def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
     """The rows n at which n applied cost as much as Q formed and n multiplied by it: n = m · form / (apply − linear).
 
     The latter two are timed with m rows, many enough to be proportional to them. Between d and four times the rule's.
@@ -99,7 +162,7 @@ def _crossover(V: Tensor, k: int, by_rule: float) -> int:
 
     W = V.detach().clone().requires_grad_()
     calls = {
-        "apply": _step(V, m, _applied(V, k)),
+        "apply": _step(V, m, _applied(V, k, backend)),
         "linear": _step(W, m, lambda x: F.linear(x, W)),
         "form": form,
     }
@@ -109,20 +172,33 @@ def _crossover(V: Tensor, k: int, by_rule: float) -> int:
     return math.ceil(min(max(rows, d + 1), 4 * by_rule))
 
 
-def _applied(V: Tensor, k: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: functional._apply(x, V, (len(x), *V.shape), TRIANGULAR, False, k, core_for(x, V) is not None)
+def _applied(V: Tensor, k: int, backend: str, warps: int = 0) -> Callable[[Tensor], Tensor]:
+    where = Where(V.device.type, V.dtype)
+
+    def apply(x: Tensor) -> Tensor:
+        save = (
+            SAVE_T if backend == TRITON else plan_householder(len(x), len(V), len(V), False, k, (True, True), where)[1]
+        )
+        return Householder.apply(x, V, Options(False, TRIANGULAR, k, save, backend, warps=warps))
+
+    return apply
 
 
-def _step(V: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+def _step(V: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     """The function of Gaussian rows, and the gradients of these and of V."""
     generator = torch.Generator().manual_seed(rows)
     x, g = (torch.randn(rows, V.shape[1], generator=generator).to(V.device, V.dtype) for _ in range(2))
     x.requires_grad_()
-    return lambda: torch.autograd.grad(function(x), (x, V), g)
+
+    def step() -> tuple[Tensor, ...]:
+        out = function(x)
+        return out, *torch.autograd.grad(out, (x, V), g)
+
+    return step
 
 
 def _medians(
-    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int, time_limit: float
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, time_limit: float
 ) -> dict[str, float]:
     timings = timing.compare(calls, device=device, rounds=rounds, min_time=2e-4, time_limit=time_limit)
     return {one.name: one.median for one in timings}

@@ -1,7 +1,7 @@
 """One autograd Function for x Qᵀ, and one for x Wᵀ with W = U Σ Vᵀ: the same in eager mode and under torch.compile.
 
-Both call the compiled core: directly in eager mode, by the operators of library.py while a graph is traced. Householder
-also has the PyTorch path, blocked.py, which serves what the core does not take.
+Both call the compiled core or the Triton kernels: directly in eager mode, by the operators of the two library.py while
+a graph is traced. Householder also has the PyTorch path, blocked.py, which serves what neither takes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fasth.reflections import blocked, library
+from fasth.reflections.backends import CORE, TORCH, TRITON, has_memory
 from fasth.reflections.core import core
 from fasth.reflections.heuristics import SAVE_A, SAVE_T
 from fasth.reflections.library import COMPACT, FULL, SIGNED
+from fasth.reflections.precision import ieee_products
+from fasth.reflections.triton import library as triton_library
 
 
 class Options(NamedTuple):
@@ -27,8 +30,9 @@ class Options(NamedTuple):
     kind: int
     block_size: int
     save: int
-    on_core: bool
+    backend: str
     of_identity: bool = False  # x are the first rows of the identity, in x Qᵀ, and get no gradient
+    warps: int = 0  # of the kernels; 0: as many as by default
 
 
 class Householder(torch.autograd.Function):
@@ -36,14 +40,7 @@ class Householder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, V: Tensor, options: Options) -> Tensor:
-        transpose, kind, block_size, save, on_core, of_identity = options
-        if not on_core:
-            out, *saved = _forward_in_torch(x, V, options)
-        elif is_compiling():
-            out, *saved = library.householder(x, V, transpose, kind, block_size, save, of_identity)
-        else:
-            threads = torch.get_num_threads()
-            out, *saved = core().householder(x, V, transpose, kind, block_size, threads, save, of_identity)
+        out, *saved = _FORWARD[options.backend](x, V, options)
         ctx.options = options
         ctx.save_for_backward(V, out if ctx.needs_input_grad[1] else None, *saved)
         return out
@@ -52,32 +49,78 @@ class Householder(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         V, out, *saved = ctx.saved_tensors
         options, (needs_x, needs_V, _) = ctx.options, ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            saved = []  # constants to autograd: a second derivative would miss what they depend on
-        elif options.on_core and (is_compiling() or core().accepts(g)):
-            transpose, kind, block_size, _, _, of_identity = options
-            needs = needs_x, needs_V, of_identity
-            if is_compiling():
-                found = library.householder_backward(g, out, V, *saved, transpose, kind, block_size, *needs)
-                return found[0] if needs_x else None, found[1] if needs_V else None, None
-            threads = torch.get_num_threads()
-            return *core().householder_backward(g, out, V, *saved, transpose, kind, block_size, threads, *needs), None
-        elif options.on_core:
-            saved = []  # g is no unwrapped tensor: a batch of gradients, for one
-        return *_gradients_in_torch(g, out, V, saved, options, needs_x, needs_V), None
+        again = torch.is_grad_enabled()
+        if options.backend == TORCH or again or not _readable(g, options.backend):
+            # What was saved is constant to autograd, and another backend's is laid out in another way.
+            saved = [] if again or options.backend != TORCH else saved
+            return *_gradients_in_torch(g, out, V, saved, options, needs_x, needs_V), None
+        gradients = _gradients_on_core if options.backend == CORE else _gradients_by_kernels
+        dx, dV = gradients(g, out, V, saved, options, needs_x, needs_V)
+        return dx if needs_x else None, dV if needs_V else None, None
+
+
+def _readable(g: Tensor, backend: str) -> bool:
+    """Whether the backend takes g. A batch of gradients has no memory to read."""
+    return is_compiling() or (core().accepts(g) if backend == CORE else has_memory(g))
+
+
+def _forward_on_core(x: Tensor, V: Tensor, options: Options) -> tuple[Tensor, ...]:
+    transpose, kind, block_size, save, _, of_identity, _ = options
+    if is_compiling():
+        return library.householder(x, V, transpose, kind, block_size, save, of_identity)
+    threads = torch.get_num_threads()
+    return core().householder(x, V, transpose, kind, block_size, threads, save, of_identity)
+
+
+def _gradients_on_core(
+    g: Tensor, out: Tensor | None, V: Tensor, saved: Sequence[Tensor], options: Options, needs_x: bool, needs_V: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    transpose, kind, block_size, _, _, of_identity, _ = options
+    needs = needs_x, needs_V, of_identity
+    if is_compiling():
+        return library.householder_backward(g, out, V, *saved, transpose, kind, block_size, *needs)
+    threads = torch.get_num_threads()
+    return core().householder_backward(g, out, V, *saved, transpose, kind, block_size, threads, *needs)
+
+
+def _forward_by_kernels(x: Tensor, V: Tensor, options: Options) -> tuple[Tensor, ...]:
+    transpose, kind, _, save, _, of_identity, warps = options
+    if is_compiling():
+        return triton_library.householder(x, V, transpose, kind, save > 0, of_identity)
+    return kernels().householder(x, V, transpose, kind, save > 0, of_identity, warps)
+
+
+def _gradients_by_kernels(
+    g: Tensor, out: Tensor | None, V: Tensor, saved: Sequence[Tensor], options: Options, needs_x: bool, needs_V: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    how = options.transpose, options.kind, needs_x, needs_V
+    if is_compiling():
+        return triton_library.householder_backward(g, out, V, *saved, *how)
+    return kernels().householder_backward(g, out, V, *saved, *how, options.warps)
+
+
+def kernels() -> Any:
+    """What launches the Triton kernels, imported when it is first needed."""
+    from fasth.reflections.triton import launch
+
+    return launch
 
 
 def _forward_in_torch(x: Tensor, V: Tensor, options: Options) -> tuple[Tensor, ...]:
     rows, reflectors = _for_blocked(x, V, options.kind)
-    out, *saved = blocked.forward(
-        rows,
-        reflectors,
-        transpose=options.transpose,
-        triangular=options.kind != FULL,
-        block_size=options.block_size,
-        save_states=options.save >= SAVE_A,
-    )
+    with ieee_products(x):
+        out, *saved = blocked.forward(
+            rows,
+            reflectors,
+            transpose=options.transpose,
+            triangular=options.kind != FULL,
+            block_size=options.block_size,
+            save_states=options.save >= SAVE_A,
+        )
     return out.reshape(x.shape), *(saved if options.save else ())
+
+
+_FORWARD = {CORE: _forward_on_core, TRITON: _forward_by_kernels, TORCH: _forward_in_torch}
 
 
 def _gradients_in_torch(
@@ -93,9 +136,10 @@ def _gradients_in_torch(
     kind = options.kind
     rows, reflectors = _for_blocked(g, V, kind)
     after = rows if out is None else out.reshape(rows.shape)
-    dx, dV = blocked.gradients(
-        rows, after, reflectors, options.transpose, kind != FULL, options.block_size, needs_x, needs_V, saved
-    )
+    with ieee_products(g):
+        dx, dV = blocked.gradients(
+            rows, after, reflectors, options.transpose, kind != FULL, options.block_size, needs_x, needs_V, saved
+        )
     if kind >= COMPACT and dV is not None:
         dV = dV.triu(1)
         if kind == SIGNED:
@@ -116,13 +160,14 @@ class SVDOptions(NamedTuple):
     kind: int
     block_size: int
     save: int
+    backend: str  # the core, or the kernels
     symmetric: bool  # U and V are one tensor, which is then given as U alone: torch.compile takes none twice
 
 
 class SVDLinear(torch.autograd.Function):
-    """x, U, sigma, V, bias ↦ x Wᵀ + bias with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ, on the core.  x: (*, m) → (*, n).
+    """x, U, sigma, V, bias ↦ x Wᵀ + bias with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ.  x: (*, m) → (*, n).
 
-    As in ``functional.svd_linear``, all but x and U may be None.
+    On the core or by the kernels. As in ``functional.svd_linear``, all but x and U may be None.
     """
 
     @staticmethod
@@ -135,34 +180,46 @@ class SVDLinear(torch.autograd.Function):
         bias: Tensor | None,
         options: SVDOptions,
     ) -> Tensor:
-        kind, block_size, save, symmetric = options
-        V = U if symmetric else V
-        if is_compiling():
-            out, inner, product, *saved = library.svd_linear(x, U, sigma, V, bias, kind, block_size, save)
-        else:
-            threads = torch.get_num_threads()
-            out, inner, product, *saved = core().svd_linear(x, U, sigma, V, bias, kind, block_size, threads, save)
+        V = U if options.symmetric else V
+        out, inner, product, *saved = _svd_forward(x, U, sigma, V, bias, options)
         ctx.options = options
-        ctx.save_for_backward(
-            x, U, sigma, None if symmetric else V, bias, inner, out if bias is None else product, *saved
-        )
+        product = out if bias is None and x.dtype in (torch.float32, torch.float64) else product
+        ctx.save_for_backward(x, U, sigma, None if options.symmetric else V, bias, inner, product, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, U, sigma, V, bias, inner, product, *saved = ctx.saved_tensors
-        (kind, block_size, _, symmetric), needs = ctx.options, ctx.needs_input_grad[:5]
-        factors = inner, product, U, sigma, U if symmetric else V, *saved
-        found: Sequence[Tensor | None]
-        if is_compiling() and not torch.is_grad_enabled():
-            found = library.svd_linear_backward(g, *factors, kind, block_size, needs, symmetric)
-            found = [t if need else None for t, need in zip(found, needs, strict=True)]
-        elif not torch.is_grad_enabled() and core().accepts(g):
-            threads = torch.get_num_threads()
-            found = core().svd_linear_backward(g, *factors, kind, block_size, threads, needs, symmetric)
-        else:  # a second derivative is to follow, or g is a batch of gradients
-            found = _differentiable_gradients(g, (x, U, sigma, V, bias), ctx.options, needs)
-        return *found, None
+        options, needs = ctx.options, ctx.needs_input_grad[:5]
+        if torch.is_grad_enabled() or not _readable(g, options.backend):  # a second derivative, or batched gradients
+            return *_differentiable_gradients(g, (x, U, sigma, V, bias), options, needs), None
+        V = U if options.symmetric else V
+        found = _svd_backward(g, (inner, product, U, sigma, V, *saved), options, needs)
+        return *(t if need else None for t, need in zip(found, needs, strict=True)), None
+
+
+def _svd_forward(
+    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, options: SVDOptions
+) -> tuple[Tensor, ...]:
+    kind, block_size, save, backend, _ = options
+    if backend == TRITON:
+        operator = triton_library.svd_linear if is_compiling() else kernels().svd_linear
+        return operator(x, U, sigma, V, bias, kind, save > 0)
+    if is_compiling():
+        return library.svd_linear(x, U, sigma, V, bias, kind, block_size, save)
+    return core().svd_linear(x, U, sigma, V, bias, kind, block_size, torch.get_num_threads(), save)
+
+
+def _svd_backward(
+    g: Tensor, factors: Sequence[Tensor | None], options: SVDOptions, needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    kind, block_size, _, backend, symmetric = options
+    if backend == TRITON:
+        operator = triton_library.svd_linear_backward if is_compiling() else kernels().svd_linear_backward
+        return operator(g, *factors, kind, needs, symmetric)
+    if is_compiling():
+        return library.svd_linear_backward(g, *factors, kind, block_size, needs, symmetric)
+    return core().svd_linear_backward(g, *factors, kind, block_size, torch.get_num_threads(), needs, symmetric)
 
 
 def _differentiable_gradients(
@@ -170,7 +227,7 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     def multiply(x: Tensor, V: Tensor, kind: int, transpose: bool) -> Tensor:
         k = min(options.block_size, *V.shape) if len(V) else 1
-        return Householder.apply(x, V, Options(transpose, kind, k, SAVE_T, False))
+        return Householder.apply(x, V, Options(transpose, kind, k, SAVE_T, TORCH))
 
     again = torch.is_grad_enabled()
     with torch.enable_grad():

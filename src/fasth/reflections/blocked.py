@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_WIDEST_MASKS = 32  # above, a product with masks would mostly multiply zeros
+_EXPONENT_BITS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
+
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int) -> Tensor:
     """x Qᵀ with Q = H₁⋯H_r, or x Q if ``transpose``.  x: (B, m, d), V: (B, r, d) → (B, m, d).
@@ -28,20 +31,24 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
 def forward(
     x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int, save_states: bool
 ) -> tuple[Tensor, ...]:
-    """The output, and what is saved for ``gradients``: T, and if ``save_states`` each Z and the rows after a block."""
+    """The output, and what is saved for ``gradients``: T, and if ``save_states`` all Z and the rows after each block.
+
+    T: (B, n, k, k), Z: (B, n, m, k). The rows after the block that acts last are the output, and not saved again.
+    """
     Y, _ = blocks_of(V, block_size, triangular)
     T = triangular_factors(Y, triangular)
     out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=save_states)
     out = out.to(x.dtype) if steps or Y.shape[1] else x.clone()  # no block: the output is not to be x itself
-    states = [step.Z for step in steps] + [step.after for step in steps[:-1]]  # after the last: the output
-    return out, T, *states
+    if not steps:
+        return out, T
+    but_the_last = steps[:-1] if transpose else steps[1:]
+    return out, T, torch.stack([step.Z for step in steps], 1), *(step.after for step in but_the_last)
 
 
 class Step(NamedTuple):
-    """One block's turn in a sweep: after = before − Z Y, in the columns from ``column`` on."""
+    """One block's turn in a sweep: after = before − Z Y, in the columns from ``column`` on, which the block acts on."""
 
     Y: Tensor  # (B, k, d - column)
-    column: int
     before: Tensor  # (B, m, d - column)
     Z: Tensor  # (B, m, k)
     after: Tensor  # (B, m, d - column)
@@ -50,7 +57,10 @@ class Step(NamedTuple):
 def sweep(
     x: Tensor, Y: Tensor, T: Tensor, transpose: bool, triangular: bool, record: bool = True
 ) -> tuple[Tensor, list[Step]]:
-    """x times each block I − Yᵀ T Y in turn: the last first for x Qᵀ, the first first for x Q (``transpose``)."""
+    """x times each block I − Yᵀ T Y in turn: the last first for x Qᵀ, the first first for x Q (``transpose``).
+
+    The steps are in the order of the blocks, whichever acts first.
+    """
     n, k = Y.shape[1:3]
     Ys, Ts = Y.unbind(1), (T if transpose else T.mT).unbind(1)
     steps = []
@@ -61,8 +71,8 @@ def sweep(
         after = torch.baddbmm(before, Z, Yi, alpha=-1)
         x = torch.cat((x.narrow(-1, 0, column), after), -1) if column else after
         if record:
-            steps.append(Step(Yi, column, before, Z, after))
-    return x, steps
+            steps.append(Step(Yi, before, Z, after))
+    return x, steps if transpose else steps[::-1]
 
 
 def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
@@ -72,35 +82,60 @@ def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
     does not depend on the length of a reflector, so no derivative of Q does either.
     """
     V = _reflectors(V, triangular)
-    largest = V.detach()[..., :1]
-    if V.shape[1]:  # the meta device has no such norm of no rows
-        largest = torch.linalg.vector_norm(V.detach(), torch.inf, -1, keepdim=True)
-    if torch.compiler.is_exporting():
-        scale = torch.where(largest == 0, 1, largest)  # ONNX has no frexp
-    else:
-        exponent = torch.frexp(largest).exponent.to(largest.dtype)  # the compiler fails on integers beside float64
-        scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
+    scale = _scale(V.detach())
     return _cut(V / scale, k), scale
+
+
+def _scale(V: Tensor) -> Tensor:
+    """The largest entry of every row, rounded down to a power of two: (B, r, 1). Its mantissa's bits are set to zero.
+
+    No less than the smallest normal number, so that a row of zeros is divided by something.
+    """
+    largest = V[..., :1]
+    if V.shape[1]:  # the meta device has no such norm of no rows
+        largest = torch.linalg.vector_norm(V, torch.inf, -1, keepdim=True)
+    if torch.compiler.is_exporting():  # ONNX has no view of the bits
+        return torch.where(largest == 0, 1, largest)
+    integer, exponent = _EXPONENT_BITS[V.dtype]
+    normal = largest.clamp_min(torch.finfo(V.dtype).tiny)
+    return (normal.view(integer) & exponent).view(V.dtype)
 
 
 def triangular_factors(Y: Tensor, triangular: bool) -> Tensor:
     """T = B⁻¹: (B, n, k, k), upper triangular, with H₁⋯H_k = I − Yᵀ T Y in each block of Y: (B, n, k, d).
 
-    B is the upper half of the Gram matrix, with ½ of its diagonal. It is inverted by halves, 2 log₂ k products in
-    sequence: when T holds the inverses of the squares of size s along the diagonal, −T₁₁ B₁₂ T₂₂ is what those of size
-    2s lack. T (B∘mask) T is that for all of them at once, where the mask keeps each B₁₂: the entries above the diagonal
-    whose row and column numbers have s as the highest bit in which they differ.
+    B is the upper half of the Gram matrix, with ½ of its diagonal. Its inverse takes 2 log₂ k products in sequence.
     """
-    gram = _products(Y, Y, triangular).flatten(0, 1)
+    return _inverses(_products(Y, Y, triangular).flatten(0, 1)).unflatten(0, Y.shape[:2])
+
+
+def _inverses(gram: Tensor) -> Tensor:
+    """T = B⁻¹ of Gram matrices (N, k, k), by halves: T₁₁ and T₂₂ in one batch, and T₁₂ = −T₁₁ B₁₂ T₂₂."""
+    k = gram.shape[-1]
+    if k <= _WIDEST_MASKS or k % 2:
+        return _inverses_by_masks(gram)
+    (B11, B12), (_, B22) = (rows.chunk(2, -1) for rows in gram.chunk(2, -2))
+    T11, T22 = _inverses(torch.cat((B11, B22))).chunk(2)
+    T12 = torch.baddbmm(B12, torch.bmm(T11, B12), T22, beta=0, alpha=-1)  # beta=0: nothing is added
+    return torch.cat((torch.cat((T11, T12), -1), F.pad(T22, (k // 2, 0))), -2)
+
+
+def _inverses_by_masks(gram: Tensor) -> Tensor:
+    """The same for few reflections, or an odd number: all squares of one size in one product, on full matrices.
+
+    When T holds the inverses of the squares of size s along the diagonal, −T₁₁ B₁₂ T₂₂ is what those of size 2s lack.
+    −T (B∘mask) T is that for all of them, where the mask keeps each B₁₂: the entries above the diagonal whose row and
+    column numbers have s as the highest bit in which they differ.
+    """
     k = gram.shape[-1]
     squared_norms = gram.diagonal(dim1=-2, dim2=-1)
-    T = torch.diag_embed(2 / torch.where(squared_norms == 0, 2, squared_norms))  # a zero reflector: T = 1, Y = 0
-    index = torch.arange(k, device=Y.device)
+    T = torch.diag_embed(2 / squared_norms.masked_fill(squared_norms == 0, 2))  # a zero reflector: T = 1, Y = 0
+    index = torch.arange(k, device=gram.device)
+    level = torch.arange((k - 1).bit_length(), device=gram.device)
     highest = (index[:, None] ^ index).triu()
-    for level in range((k - 1).bit_length()):
-        B12 = torch.where(highest >> level == 1, gram, 0)
+    for B12 in gram * (torch.bitwise_right_shift(highest, level[:, None, None, None]) == 1):
         T = torch.baddbmm(T, torch.bmm(T, B12), T, alpha=-1)
-    return T.unflatten(0, Y.shape[:2])
+    return T
 
 
 def gradients(
@@ -127,37 +162,43 @@ def gradients(
         rows = torch.cat((rows, _compute(out)), 1)
     dx, steps = sweep(rows, Y, T, not transpose, triangular, record=needs_V)
     dV = None
-    if needs_V:
+    if steps:
+        R = torch.stack([step.Z for step in steps], 1)
         if states_missing:
-            states = [(-step.Z.narrow(1, m, m), step.before.narrow(1, m, m)) for step in steps]
+            R, Z = R.narrow(2, 0, m), -R.narrow(2, m, m)
+            after = [step.before.narrow(1, m, m) for step in steps]
         else:
-            Z, after = saved[1 : len(steps) + 1], [*saved[len(steps) + 1 :], _compute(out)]
-            states = list(zip(reversed(Z), reversed(after), strict=True))
-        dY = [
-            _gradient_of_block(step.Y, step.before.narrow(1, 0, m), step.Z.narrow(1, 0, m), *state, transpose)
-            for step, state in zip(steps, states, strict=True)
-        ]
-        dV = _join(dY[::-1] if transpose else dY, scale, V, triangular)
+            last = _compute(out)
+            Z, after = saved[1], [*saved[2:], last] if transpose else [last, *saved[2:]]
+        dV = _join(_gradients_of_blocks(steps, R, Z, after, transpose), scale, V, triangular)
+    elif needs_V:
+        dV = torch.zeros_like(V)
     return dx.narrow(1, 0, m).to(g.dtype) if needs_x else None, dV
 
 
-def _gradient_of_block(Y: Tensor, g: Tensor, R: Tensor, Z: Tensor, after: Tensor, transpose: bool) -> Tensor:
-    """∂Y: (B, k, d - column), with g the gradient of ``after`` and R what Z is called in the sweep of g."""
-    after = _from_column(after, after.shape[-1] - Y.shape[-1])
-    M = torch.bmm(Z.mT, R)
+def _gradients_of_blocks(
+    steps: Sequence[Step], R: Tensor, Z: Tensor, after: Sequence[Tensor], transpose: bool
+) -> list[Tensor]:
+    """∂Y = N Y − Zᵀ g − Rᵀ O of each block: (B, k, d - column), with O the rows after it and g their gradient.
+
+    The steps are those of g, and R: (B, n, m, k) is what they call Z. N: (B, n, k, k) is half of Zᵀ R − Rᵀ Z.
+    """
+    M = Z.mT @ R
     N = (M - M.mT).triu(1) if transpose else (M - M.mT).tril(-1)
-    dY = torch.baddbmm(torch.bmm(N, Y), Z.mT, g, alpha=-1)
-    return torch.baddbmm(dY, R.mT, after, alpha=-1)
+    dY = []
+    for (Y, before, *_), O, Ni, Zi, Ri in zip(steps, after, N.unbind(1), Z.unbind(1), R.unbind(1), strict=True):
+        g, O = before.narrow(1, 0, R.shape[2]), _from_column(O, O.shape[-1] - Y.shape[-1])
+        of_block = torch.baddbmm(torch.bmm(Ni, Y), Zi.mT, g, alpha=-1)
+        dY.append(torch.baddbmm(of_block, Ri.mT, O, alpha=-1))
+    return dY
 
 
 def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tensor:
     """The gradient of V: (B, r, d) from those of its blocks."""
     r, d = V.shape[1:]
-    if not dY:
-        return torch.zeros_like(V)
-    dV = torch.cat([F.pad(part, (d - part.shape[-1], 0)) for part in dY], 1).narrow(1, 0, scale.shape[1]) / scale
+    dV = torch.cat([_pad(part, left=d - part.shape[-1]) for part in dY], 1).narrow(1, 0, scale.shape[1]) / scale
     if triangular:
-        dV = F.pad(dV.triu(), (0, 0, 0, r - dV.shape[1]))
+        dV = _pad(dV.triu(), below=r - dV.shape[1])
     return dV.to(V.dtype)
 
 
@@ -188,7 +229,12 @@ def _cut(V: Tensor, k: int) -> Tensor:
     """(B, r, d) in blocks (B, n, k, d), with zero rows, which reflect nothing, at the end."""
     r = V.shape[1]
     n = -(-r // k)
-    return F.pad(V, (0, 0, 0, n * k - r)).unflatten(1, (n, k))
+    return _pad(V, below=n * k - r).unflatten(1, (n, k))
+
+
+def _pad(t: Tensor, *, left: int = 0, below: int = 0) -> Tensor:
+    """Columns and rows of zeros beside a matrix. To pad by none of them would be a copy."""
+    return F.pad(t, (left, 0, 0, below)) if left or below else t
 
 
 def _compute(t: Tensor) -> Tensor:

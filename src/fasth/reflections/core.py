@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in tor
 from fasth import private
 
 LEVELS = ("baseline", "avx2", "avx512")
-BACKENDS = ("auto", "core", "torch")
+BACKENDS = ("auto", "core", "torch", "triton")
 
 _OPERATIONS = ("householder", "svd_linear", "recurrence")
 _FUNCTIONS = ("connect", "accepts", *_OPERATIONS, *(f"{name}_backward" for name in _OPERATIONS))
@@ -35,22 +35,23 @@ def available_levels() -> list[str]:
 
 
 def backend_setting() -> str:
-    """``FASTH_BACKEND``: "auto", "core" or "torch". ``FASTH_CORE=off`` is another way to say "torch"."""
+    """``FASTH_BACKEND``: "auto", "core", "torch" or "triton". ``FASTH_CORE=off`` is another way to say "torch"."""
     backend = os.environ.get("FASTH_BACKEND", "auto").strip().lower() or "auto"
-    if backend == "triton":
-        raise ValueError(
-            "FASTH_BACKEND=triton: this version of fasth has no Triton kernels; GPUs run the torch backend"
-        )
     if backend not in BACKENDS:
         raise ValueError(f"FASTH_BACKEND should be one of {', '.join(BACKENDS)}; got {backend!r}")
     switch = os.environ.get("FASTH_CORE", "on").strip().lower()
     if switch not in _SWITCH:
         raise ValueError(f"FASTH_CORE should be on or off; got {switch!r}")
-    if _SWITCH[switch]:
+    if _SWITCH[switch] or backend == "triton":
         return backend
     if backend == "core":
         raise ValueError("FASTH_BACKEND=core and FASTH_CORE=off contradict each other")
     return "torch"
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets the kernels on CPU tensors, which shows that they are correct, slowly."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
 
 
 def core() -> Any:
@@ -63,7 +64,9 @@ def core() -> Any:
 def _load_best() -> ModuleType | None:
     """The core for the highest instruction set that this machine has; ``FASTH_ISA`` picks a lower one."""
     backend = backend_setting()
-    if backend == "torch":
+    if backend == "triton":
+        _check_triton()
+    if backend in ("torch", "triton"):
         return None
     levels = available_levels()
     if backend == "core" and not levels:
@@ -76,6 +79,18 @@ def _load_best() -> ModuleType | None:
             )
         levels = [wanted]
     return load(levels[-1]) if levels else None
+
+
+def _check_triton() -> None:
+    """Raises an error where the kernels could run on nothing."""
+    if find_spec("triton") is None:
+        raise ImportError(
+            "FASTH_BACKEND=triton needs Triton, which PyTorch's CUDA builds bring along: pip install triton"
+        )
+    if not (torch.cuda.is_available() or interpreting()):
+        raise ValueError(
+            "FASTH_BACKEND=triton needs a GPU, and torch sees none; TRITON_INTERPRET=1 interprets the kernels"
+        )
 
 
 def load(level: str) -> ModuleType:

@@ -6,12 +6,15 @@ depend on a file: under ``torch.compile`` it is always the rule.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
-from fasth.reflections import tuning_file
+from fasth.reflections import gpu_model, tuning_file
+from fasth.reflections.backends import kernels_forced
+from fasth.reflections.triton.configurations import BLOCK, LONGEST
 
 
 class Where(NamedTuple):
@@ -24,6 +27,7 @@ class Where(NamedTuple):
 CPU = Where("cpu", torch.float32)
 
 MANY_ROWS = 512
+WIDEST_BLOCK = 256  # on other devices than the CPU: see ``block_size_by_rule``
 MOST_SAVED_ROWS = 8 << 20  # bytes of A, above which reading it from memory takes longer than computing it again
 ALWAYS_SAVED = 1 << 18  # numbers that a weight may save whatever its size
 
@@ -40,10 +44,16 @@ def default_block_size(r: int, where: Where = CPU, rows: int = 32) -> int:
 def block_size_by_rule(r: int, on_cpu: bool = True, many_rows: bool = False) -> int:
     """Wide enough for products to pay, and even: 33 reflections are 17 + 16, not 32 + 1.
 
-    Many reflections come in wider blocks where there are many rows, beside which the small products of a block do not
-    count, and on other devices, where every product in sequence is a launch.
+    On the CPU many reflections come in wider blocks where there are many rows, beside which the small products of a
+    block do not count. On other devices every product in sequence is a launch, so there are only four blocks, as long
+    as none is wider than 256: beyond either, nearly parallel reflectors in float32 could cost Q more of its
+    orthogonality than LAPACK's tests accept. A block is a power of two times at most 32, to be inverted by halves.
     """
-    return even_block_size(r, 64 if r > 1024 and (many_rows or not on_cpu) else 32)
+    if on_cpu:
+        return even_block_size(r, 64 if r > 1024 and many_rows else 32)
+    k = even_block_size(r, min(max(32, -(-r // 4)), WIDEST_BLOCK))
+    part = 1 << ((k - 1) // 32).bit_length()
+    return -(-k // part) * part
 
 
 def even_block_size(r: int, widest: int) -> int:
@@ -136,12 +146,68 @@ def _level(T: int, Z: int, A: int, room: int, dtype: torch.dtype) -> int:
     return SAVE_T if T <= room else SAVE_NOTHING
 
 
+def kernels_pay(rows: int, r: int, d: int, triangular: bool, where: Where) -> bool:
+    """Whether the Triton kernels, which take these rows, are faster than blocks of PyTorch's products."""
+    if d > LONGEST or kernels_forced():
+        return d <= LONGEST
+    found = _tuned(d, where)
+    return rows <= (_kernel_rows(r, d, triangular) if found is None or r != d else found.kernel_rows)
+
+
+def kernels_save(rows: int, r: int, d: int, full: bool, needs: tuple[bool, bool], where: Where) -> bool:
+    """Whether they save T and the scales for backward: as ``plan_householder``, where they fit beside x and V."""
+    if not needs[1]:
+        return needs[0]
+    saved = number_of_blocks(r, d, full, BLOCK) * BLOCK * (BLOCK + 1)
+    return saved * 4 <= (rows * d + r * d) * where.dtype.itemsize
+
+
+def tuned_warps(d: int, where: Where) -> int:
+    """Of the kernels; 0 where nothing was tuned."""
+    found = _tuned(d, where)
+    return found.warps if found else 0
+
+
+# These depend on sizes that are constants in a compiled graph, and not on the number of rows, which is compared with
+# the result. There the cost model is always that of one GPU, and nothing is remembered: Dynamo follows no cache.
+
+
+def _kernel_rows(r: int, d: int, triangular: bool) -> int:
+    k = block_size_by_rule(min(r, d), False)
+    if is_compiling():
+        return gpu_model.kernel_rows(gpu_model.A100, r, d, triangular, k)
+    return _remembered_kernel_rows(gpu_model.gpu_here(), r, d, triangular, k)
+
+
+def _forming_rows(r: int, d: int, triangular: bool, sides: int) -> int:
+    k = block_size_by_rule(min(r, d), False)
+    if is_compiling():
+        return gpu_model.forming_rows(gpu_model.A100, r, d, triangular, k, sides)
+    return _remembered_forming_rows(gpu_model.gpu_here(), r, d, triangular, k, sides)
+
+
+def _thin_forming_rows(n: int, m: int, r_U: int, r_V: int, rank: int, triangular: bool) -> int:
+    sides = (min(r_U, n), n), (min(r_V, m), m)
+    k = block_size_by_rule(max(r for r, _ in sides), False)
+    if is_compiling():
+        return gpu_model.thin_forming_rows(gpu_model.A100, sides, rank, triangular, k)
+    return _remembered_thin_forming_rows(gpu_model.gpu_here(), sides, rank, triangular, k)
+
+
+_remembered_kernel_rows = functools.cache(gpu_model.kernel_rows)
+_remembered_forming_rows = functools.cache(gpu_model.forming_rows)
+_remembered_thin_forming_rows = functools.cache(gpu_model.thin_forming_rows)
+
+
 def forming_pays(rows: int, r: int, d: int, triangular: bool, where: Where = CPU, sides: int = 1) -> bool:
     """Whether forming Q, or U Σ Vᵀ with two sides, and multiplying by it costs less than applying the reflections."""
-    if rows <= d:
+    on_cpu = where.device == "cpu"
+    if on_cpu and rows <= d:
         return False
-    by_rule = crossover_by_rule(r, d, triangular, sides)
     found = _tuned(d, where) if r == d else None
+    if found is None and not on_cpu:
+        return rows > _forming_rows(r, d, triangular, sides)
+    by_rule = crossover_by_rule(r, d, triangular, sides)
     if found is None:
         return rows > by_rule
     crossover = found.crossover if triangular else found.crossover_full
@@ -157,6 +223,8 @@ def forming_svd_pays(
     """
     if k == min(n, m):
         return forming_pays(rows, k, max(n, m), triangular, where, 2 if r_U and r_V else 1)
+    if where.device != "cpu":
+        return rows > _thin_forming_rows(n, m, r_U, r_V, k, triangular)
     return rows > thin_crossover_by_rule(n, m, r_U, r_V, k)
 
 

@@ -28,11 +28,12 @@ def _saved(
     return [x.new_empty((*batch, *shape) if save >= level else 0) for level, shape in shapes.items()]
 
 
-def _or_empty(results: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+def or_empty(results: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Results as operators have them, with empty tensors for None; ``or_none`` undoes it."""
     return tuple(like.new_empty(0) if t is None else t for t in results)
 
 
-def _or_none(t: Tensor) -> Tensor | None:
+def or_none(t: Tensor) -> Tensor | None:
     return t if t.numel() or t.ndim > 1 else None
 
 
@@ -40,7 +41,7 @@ def _householder(
     x: Tensor, V: Tensor, transpose: bool, kind: int, block_size: int, save: int, of_identity: bool
 ) -> tuple[Tensor, ...]:
     threads = torch.get_num_threads()
-    return _or_empty(core().householder(x, V, transpose, kind, block_size, threads, save, of_identity), x)
+    return or_empty(core().householder(x, V, transpose, kind, block_size, threads, save, of_identity), x)
 
 
 def _householder_fake(
@@ -66,9 +67,9 @@ def _householder_backward(
     needs_V: bool,
     of_identity: bool,
 ) -> tuple[Tensor, ...]:
-    saved = (_or_none(t) for t in (T, Z, A))
+    saved = (or_none(t) for t in (T, Z, A))
     options = transpose, kind, block_size, torch.get_num_threads(), needs_x, needs_V, of_identity
-    return _or_empty(core().householder_backward(g, out, V, *saved, *options), g)
+    return or_empty(core().householder_backward(g, out, V, *saved, *options), g)
 
 
 def _householder_backward_fake(
@@ -76,7 +77,7 @@ def _householder_backward_fake(
 ) -> tuple[Tensor, ...]:
     *_, needs_x, needs_V, _ = options
     dx = torch.empty_like(g, memory_format=torch.contiguous_format) if needs_x else None
-    return _or_empty((dx, torch.empty_like(V) if needs_V else None), g)
+    return or_empty((dx, torch.empty_like(V) if needs_V else None), g)
 
 
 def _svd_linear(
@@ -90,7 +91,7 @@ def _svd_linear(
     save: int,
 ) -> tuple[Tensor, ...]:
     threads = torch.get_num_threads()
-    return _or_empty(core().svd_linear(x, U, sigma, V, bias, kind, block_size, threads, save), x)
+    return or_empty(core().svd_linear(x, U, sigma, V, bias, kind, block_size, threads, save), x)
 
 
 def _svd_linear_fake(
@@ -109,7 +110,7 @@ def _svd_linear_fake(
     product = torch.empty_like(out) if save and bias is not None else None
     blocks = [number_of_blocks(r_V, m, kind == FULL, block_size), number_of_blocks(r_U, n, kind == FULL, block_size)]
     saved = _saved(x, (), x.numel() // m, max(n, m), blocks, block_size, save)
-    return *_or_empty((out, inner, product), x), *saved
+    return *or_empty((out, inner, product), x), *saved
 
 
 def _svd_linear_backward(
@@ -127,9 +128,9 @@ def _svd_linear_backward(
     needs: Sequence[bool],
     symmetric: bool,
 ) -> tuple[Tensor, ...]:
-    saved = (_or_none(t) for t in (T, Z, A))
+    saved = (or_none(t) for t in (T, Z, A))
     options = kind, block_size, torch.get_num_threads(), needs, symmetric
-    return _or_empty(core().svd_linear_backward(g, inner, product, U, sigma, V, *saved, *options), g)
+    return or_empty(core().svd_linear_backward(g, inner, product, U, sigma, V, *saved, *options), g)
 
 
 def _svd_linear_backward_fake(
@@ -155,7 +156,7 @@ def _svd_linear_backward_fake(
         torch.empty_like(V) if dV and V is not None and not symmetric else None,
         g.new_empty(g.shape[-1]) if dbias else None,
     )
-    return _or_empty(results, g)
+    return or_empty(results, g)
 
 
 def _recurrence(
@@ -180,7 +181,7 @@ def _recurrence_backward(
     needs_bias: bool,
 ) -> tuple[Tensor, ...]:
     options = f, reverse, needs_h0, needs_bias, torch.get_num_threads()
-    return _or_empty(core().recurrence_backward(g, sizes, W, out, h0, *options), g)
+    return or_empty(core().recurrence_backward(g, sizes, W, out, h0, *options), g)
 
 
 def _recurrence_backward_fake(
@@ -188,15 +189,16 @@ def _recurrence_backward_fake(
 ) -> tuple[Tensor, ...]:
     *_, needs_h0, needs_bias = options
     dx, dh0 = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (g, h0))
-    return _or_empty((dx, dh0 if needs_h0 else None, g.new_empty(len(W)) if needs_bias else None), g)
+    return or_empty((dx, dh0 if needs_h0 else None, g.new_empty(len(W)) if needs_bias else None), g)
 
 
 _library = torch.library.Library("fasth", "DEF")
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], key: str = "CPU") -> Any:
+    """The operator ``fasth::name``, whose kernel is for the devices of one dispatch key."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CPU")
+    _library.impl(name, kernel, key)
     torch.library.register_fake(f"fasth::{name}", fake, lib=_library)
     return getattr(torch.ops.fasth, name).default
 
@@ -204,40 +206,40 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
 _OF_HOUSEHOLDER = "bool transpose, int kind, int block_size"
 _FACTORS = "Tensor U, Tensor? sigma, Tensor? V"
 
-householder = _define(
+householder = define(
     "householder",
     f"(Tensor x, Tensor V, {_OF_HOUSEHOLDER}, int save, bool of_identity) -> (Tensor, Tensor, Tensor, Tensor)",
     _householder,
     _householder_fake,
 )
-householder_backward = _define(
+householder_backward = define(
     "householder_backward",
     f"(Tensor g, Tensor? out, Tensor V, Tensor T, Tensor Z, Tensor A, {_OF_HOUSEHOLDER}, "
     "bool needs_x, bool needs_V, bool of_identity) -> (Tensor, Tensor)",
     _householder_backward,
     _householder_backward_fake,
 )
-svd_linear = _define(
+svd_linear = define(
     "svd_linear",
     f"(Tensor x, {_FACTORS}, Tensor? bias, int kind, int block_size, int save) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear,
     _svd_linear_fake,
 )
-svd_linear_backward = _define(
+svd_linear_backward = define(
     "svd_linear_backward",
     f"(Tensor g, Tensor inner, Tensor product, {_FACTORS}, Tensor T, Tensor Z, Tensor A, "
     "int kind, int block_size, bool[] needs, bool symmetric) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _svd_linear_backward,
     _svd_linear_backward_fake,
 )
-recurrence = _define(
+recurrence = define(
     "recurrence",
     "(Tensor x, SymInt[]? sizes, Tensor W, Tensor h0, Tensor? bias, int f, bool reverse) -> Tensor",
     _recurrence,
     _recurrence_fake,
 )
-recurrence_backward = _define(
+recurrence_backward = define(
     "recurrence_backward",
     "(Tensor g, SymInt[]? sizes, Tensor W, Tensor out, Tensor h0, int f, bool reverse, bool needs_h0, bool needs_bias) "
     "-> (Tensor, Tensor, Tensor)",

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Entry:
     block_size: int
     crossover: int  # from so many rows on, forming Q pays, for triangular reflectors
     crossover_full: int
+    kernel_rows: int = 0  # up to so many rows the Triton kernels are faster than PyTorch's products
+    warps: int = 0  # of the kernels; 0: as many as by default
 
     @property
     def identity(self) -> tuple[str | int, ...]:
@@ -142,12 +144,16 @@ def _machine_or_none(device: str) -> tuple[str, str]:
 
 
 def _entry(record: dict[str, Any]) -> Entry:
-    types = {field.name: int if field.type == "int" else str for field in fields(Entry)}
-    for name, kind in types.items():
-        value: Any = record[name]
-        if type(value) is not kind or (isinstance(value, int) and not 1 <= value <= _LARGEST):
-            raise ValueError(f"`{name}` is {value!r}")
-    entry = Entry(**{name: record[name] for name in types})
+    values: dict[str, Any] = {}
+    for field in fields(Entry):
+        optional = field.default is not MISSING  # new, so not in every file, and 0 where nothing was found
+        value = record.get(field.name, field.default) if optional else record[field.name]
+        if field.type == "int" and (type(value) is not int or not (0 if optional else 1) <= value <= _LARGEST):
+            raise ValueError(f"`{field.name}` is {value!r}")
+        if field.type == "str" and type(value) is not str:
+            raise ValueError(f"`{field.name}` is {value!r}")
+        values[field.name] = value
+    entry = Entry(**values)
     if entry.block_size > entry.d:
         raise ValueError(f"`block_size` is {entry.block_size} for d = {entry.d}")
     return entry

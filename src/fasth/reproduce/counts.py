@@ -6,14 +6,19 @@ Nothing is run or timed. A step is traced on the meta device, where tensors have
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fasth.private import TorchDispatchMode
+from fasth.reflections.backends import counting_kernels
+from fasth.reflections.library import FULL
+from fasth.reflections.triton.configurations import LONGEST
 from fasth.reproduce.methods import Method
 
 aten = torch.ops.aten
@@ -37,6 +42,21 @@ def count(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32)
     with _Counter() as counter:
         torch.autograd.grad(case.function(*tensors), tensors, gradient)
     return counter.count
+
+
+def by_kernels(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count | None:
+    """``count`` where the Triton kernels serve; None where they do not: without Triton, or for longer rows."""
+    if find_spec("triton") is None or d > LONGEST or dtype == torch.float64:
+        return None
+    with counting_kernels():
+        return count(method, d, rows, dtype)
+
+
+@contextmanager
+def observed() -> Iterator[list[str]]:
+    """The names of all operations and kernels that a GPU would be given within it, in their order."""
+    with _Counter() as counter:
+        yield counter.names
 
 
 def continued(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count:
@@ -64,6 +84,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = Count()
+        self.names: list[str] = []
         self.depths: dict[int, tuple[Any, int]] = {}  # with the storage itself, so that its address stays its own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,20 +92,49 @@ class _Counter(TorchDispatchMode):
         outputs = _tensors(out)
         if not outputs or func in _FREE or _is_view(func):
             return out
-        inputs = _tensors((args, kwargs))
-        read = _read(func, args, inputs)
-        count = self.count
-        count.launches += 1
-        count.operations += _operations(func, args, outputs)
-        count.bytes += sum(t.numel() * t.element_size() for t in (*read, *outputs))
+        read = _read(func, args, _tensors((args, kwargs)))
         if func.overloadpacket in _LIBRARY:
-            count.library.add(func.overloadpacket.__name__)
+            self.count.library.add(func.overloadpacket.__name__)
+        moved = sum(t.numel() * t.element_size() for t in (*read, *outputs))
+        self._add(func.overloadpacket.__name__, read, outputs, _operations(func, args, outputs), moved)
+        return out
+
+    def __enter__(self) -> _Counter:
+        if find_spec("triton"):
+            from fasth.reflections.triton import launch
+
+            launch.observers.append(self._launch)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if find_spec("triton"):
+            from fasth.reflections.triton import launch
+
+            launch.observers.remove(self._launch)
+
+    def _launch(self, kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> None:
+        """A launch of a Triton kernel, of which the dispatcher knows nothing."""
+        written = [t for name, t in arguments.items() if name in _WRITTEN[kernel.__name__] and t is not None]
+        read = [t for name, t in arguments.items() if isinstance(t, Tensor) and name not in _WRITTEN[kernel.__name__]]
+        operations, reflectors = _KERNELS[kernel.__name__](arguments)
+        others = [t for name, t in arguments.items() if isinstance(t, Tensor) and name != "V"]
+        itemsize = arguments["V"].element_size() if "V" in arguments else 0
+        moved = reflectors * itemsize + sum(t.numel() * t.element_size() for t in others)
+        self._add(kernel.__name__, read, written, operations, moved)
+
+    def _add(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], operations: int, moved: int) -> None:
+        count = self.count
+        self.names.append(name)
+        count.launches += 1
+        count.operations += operations
+        count.bytes += moved
         after = 1 + max((self._depth(t) for t in read), default=0)
-        for t in outputs:
+        for t in written:
             storage = t.untyped_storage()
             self.depths[storage._cdata] = storage, max(after, self._depth(t))
         count.depth = max(count.depth, after)
-        return out
 
     def _depth(self, t: Tensor) -> int:
         return self.depths.get(t.untyped_storage()._cdata, (None, 0))[1]
@@ -156,3 +206,45 @@ def _operations(func: Any, args: Any, outputs: Sequence[Tensor]) -> int:
     """Exact for products; one for each number of the result elsewhere."""
     formula = _PRODUCTS.get(func.overloadpacket) or _LIBRARY.get(func.overloadpacket)
     return formula(*args) if formula else math.prod(outputs[0].shape)
+
+
+# The Triton kernels: which of their arguments are written, their operations, and how many numbers of V they read.
+_WRITTEN = {
+    "factors": {"T", "SCALE"},
+    "sweep": {"OUT", "UNBIASED", "Z", "STATES"},
+    "gradient": {"DV"},
+    "sums_over_rows": {"DSIGMA", "DBIAS"},
+}
+
+
+def _stored(a: dict[str, Any], used: int) -> int:
+    """Numbers of V that stand for reflectors: all, or those right of the diagonal."""
+    return len(a["V"]) * (used * a["d"] - (0 if a["KIND"] == FULL else used * (used - 1) // 2))
+
+
+def _of_factors(a: dict[str, Any]) -> tuple[int, int]:
+    stored, K = _stored(a, a["r"]), a["K"]
+    return 2 * K * stored + 4 * K**3 * a["LEVELS"] * a["blocks"] * len(a["V"]), 2 * stored
+
+
+def _of_sweep(a: dict[str, Any]) -> tuple[int, int]:
+    rows = a["m"] + a["m2"]
+    return rows * (4 * a["r"] * a["d"] + 2 * a["K"] * a["r"]) * len(a["V"]), rows * _stored(a, a["r"])
+
+
+def _of_gradient(a: dict[str, Any]) -> tuple[int, int]:
+    """Zᵀ g and Rᵀ O over the rows, N Y, and Zᵀ R, which each tile of columns computes again."""
+    r, d, B, tiles = a["used"], a["d"], len(a["V"]), -(-a["d"] // a["BD"])
+    return B * (4 * a["m"] * r * d + 2 * a["GROUP"] * r * (d + a["m"] * tiles)), _stored(a, r)
+
+
+def _of_sums(a: dict[str, Any]) -> tuple[int, int]:
+    return a["m"] * (2 * a["k"] + a["n"]), 0
+
+
+_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "factors": _of_factors,
+    "sweep": _of_sweep,
+    "gradient": _of_gradient,
+    "sums_over_rows": _of_sums,
+}

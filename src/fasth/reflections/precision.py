@@ -1,0 +1,51 @@
+"""Which products may be TF32. Those that Q is made of may not: they stay IEEE float32 whatever the user allows.
+
+A user allows TF32 by ``torch.set_float32_matmul_precision("high")`` or ``torch.backends.cuda.matmul``. Then the
+gradient of the reflectors and the product by a formed matrix have it, which do not decide what Q is: docs/precision.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+_lock = threading.Lock()
+_inside = 0  # how many threads are computing
+_setting = ""  # the user's
+
+
+def tf32_allowed(t: Tensor) -> bool:
+    """Whether the user lets products of float32 matrices be TF32, and the tensor's GPU has it."""
+    allowed = t.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return allowed and torch.version.hip is None and torch.cuda.get_device_capability(t.device) >= (8, 0)
+
+
+@contextmanager
+def ieee_products(t: Tensor) -> Iterator[None]:
+    """Within it torch's products on the tensor's GPU are IEEE float32. A compiled graph keeps the user's setting.
+
+    The setting belongs to the process, and backward passes run on threads: the first one sets it, the last restores.
+    """
+    if not t.is_cuda or is_compiling():
+        yield
+        return
+    global _inside, _setting
+    matmul = torch.backends.cuda.matmul
+    with _lock:
+        if not _inside:
+            _setting = matmul.fp32_precision
+            if _setting == "tf32":
+                matmul.fp32_precision = "ieee"
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside and _setting == "tf32":
+                matmul.fp32_precision = _setting

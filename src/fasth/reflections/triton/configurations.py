@@ -1,0 +1,36 @@
+"""The sizes that the kernels are compiled with. Each compiles without spills: ``tests/test_triton_compiled.py``."""
+
+from __future__ import annotations
+
+BLOCK = 16  # reflections with one T; tl.dot takes no less, and IEEE products of 64 spill
+STEP = 8  # reflections in a step of the sweep; with 16 and 8 warps all of Y goes through shared memory
+GROUP = 32  # reflections whose gradient one program finds
+LONGEST = 2048  # numbers in a row that one program holds
+
+# Warps of the sweep by the number of columns, rounded up to a power of two: the default first, then what tuning tries.
+SWEEP_WARPS: dict[int, tuple[int, ...]] = {
+    16: (1,),
+    32: (1,),
+    64: (1, 2),
+    128: (2, 4),
+    256: (4, 8),
+    512: (4, 8),
+    1024: (8,),
+    2048: (16,),
+}
+# Registers that a thread of the sweep may take on NVIDIA's GPUs. Left alone, their assembler prefers to spill a few.
+SWEEP_REGISTERS = {1024: 255}
+DEFAULT_REGISTERS = 128
+FACTORS_WARPS = 4
+GRADIENT_WARPS = 8  # 4 spill on sm_75
+SUMS_WARPS = 4
+
+
+def columns_held(d: int) -> int:
+    """The power of two that d columns are rounded up to."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def chunk(d: int) -> int:
+    """Columns that ``factors``, ``gradient`` and ``sums_over_rows`` take at a time."""
+    return min(32, columns_held(d))

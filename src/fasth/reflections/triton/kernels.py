@@ -1,0 +1,269 @@
+"""The GPU kernels, in Triton: T of every block, the rows through all blocks, the gradient of V, and sums over rows.
+
+README.md beside this file says which kernel computes what; ``reflections/README.md`` derives the formulas. Everything
+is computed in float32: bfloat16 and float16 only store. All products are IEEE float32, but those of ``gradient``, whose
+precision is an argument. No kernel uses atomics, so results do not change from run to run.
+
+Kernels have one program number, since a second dimension of a CUDA grid ends at 65,535. Numbers of rows are not
+specialized: a new one compiles nothing.
+"""
+
+# Kernels are compiled from their source, and there annotations are Triton's, not Python's.
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+# Kind in native/layout.hpp; those of ``library.py``, as the compiler reads them.
+TRIANGULAR = tl.constexpr(1)
+COMPACT = tl.constexpr(2)
+SIGNED = tl.constexpr(3)
+
+
+@triton.jit
+def load_reflectors(V, i, j, r, d, row_stride, col_stride, KIND: tl.constexpr):
+    """Rows i and columns j of V, as the reflectors that they stand for: zeros, and ones, where nothing is stored."""
+    row, col = i[:, None], j[None, :]
+    inside = (row < r) & (col < d)
+    stored = inside
+    if KIND == TRIANGULAR:
+        stored = inside & (col >= row)
+    if KIND >= COMPACT:
+        stored = inside & (col > row)
+    place = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+    y = tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    if KIND >= COMPACT:
+        y = tl.where(inside & (col == row), 1.0, y)
+    return y
+
+
+@triton.jit
+def signs_of(diagonal, stride, j, mask):
+    """1 or −1, by the sign bits of the entries j of a diagonal: −0 is negative."""
+    bits = tl.load(diagonal + j.to(tl.int64) * stride, mask=mask, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -1.0, 1.0)
+
+
+@triton.jit
+def signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, mask, U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr):
+    """The signs that sigma_j is multiplied by, of one side of the weight, of both, or of none."""
+    sign = tl.full(j.shape, 1.0, tl.float32)
+    if U_SIGNED:
+        sign *= signs_of(U_DIAGONAL, U_stride, j, mask)
+    if V_SIGNED:
+        sign *= signs_of(V_DIAGONAL, V_stride, j, mask)
+    return sign
+
+
+@triton.jit
+def stored(x, POINTER):
+    """x in the dtype of the memory it goes to, rounded to nearest."""
+    if POINTER.dtype.element_ty == tl.float32:
+        return x
+    else:
+        return x.to(POINTER.dtype.element_ty, fp_downcast_rounding="rtne")
+
+
+@triton.jit
+def factors(
+    V, T, SCALE, r, d, batch_stride, row_stride, col_stride, blocks,
+    KIND: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """T: (B, blocks, K, K) of every block of V: (B, r, d), and the power of two that each reflector is multiplied by.
+
+    One program a block. Its columns are read twice, BD at a time: for the largest entries, and for the Gram matrix.
+    T is found by halves, as in ``blocked.triangular_factors``.
+    """
+    block, batch = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    V += batch * batch_stride
+    i = tl.arange(0, K)
+    reflections = block * K + i
+    start = 0
+    if KIND >= TRIANGULAR:
+        start = block * K // BD * BD
+    largest = tl.zeros([K], tl.float32)
+    for c in range(start, d, BD):
+        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, KIND)
+        largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
+    # 2 to the minus exponent of the largest entry, by its bits. The limits keep both powers normal numbers.
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(SCALE + batch * (blocks * K) + reflections, scale)
+    gram = tl.zeros([K, K], tl.float32)
+    for c in range(start, d, BD):
+        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, KIND) * scale[:, None]
+        gram += tl.dot(y, tl.trans(y), input_precision="ieee")
+    row, col = i[:, None], i[None, :]
+    squared_norms = tl.sum(tl.where(row == col, gram, 0.0), 1)
+    # A zero reflector: T = 1, Y = 0.
+    t = tl.where(row == col, tl.div_rn(2.0, tl.where(squared_norms == 0.0, 2.0, squared_norms))[:, None], 0.0)
+    highest = tl.where(col > row, row ^ col, 0)
+    for level in tl.static_range(LEVELS):
+        B12 = tl.where((highest >> level) == 1, gram, 0.0)
+        t -= tl.dot(tl.dot(t, B12, input_precision="ieee"), t, input_precision="ieee")
+    tl.store(T + (batch * blocks + block) * K * K + row * K + col, t)
+
+
+@triton.jit(do_not_specialize=["m", "m2"])
+def sweep(
+    X, X2, OUT, UNBIASED, V, SCALE, T, Z, STATES,
+    SIGMA, U_DIAGONAL, V_DIAGONAL, BIAS,
+    m, m2, r, d, x_columns, x_stride, out_columns, blocks, batch_stride, row_stride, col_stride, U_stride, V_stride,
+    LAST_FIRST: tl.constexpr, KIND: tl.constexpr,
+    K: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    OF_IDENTITY: tl.constexpr, RECORD: tl.constexpr, SCALED: tl.constexpr, HAS_SIGMA: tl.constexpr,
+    U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_UNBIASED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A row through all blocks, x Qᵀ if LAST_FIRST and x Q otherwise, held in the registers of one program.
+
+    Rows are those of X: (B, m, ≥ x_columns), then those of X2: (B, m2, d). A step takes K reflections, for which the
+    K × K squares on the diagonal of T, of blocks of TK, serve as their T. For a weight U Σ Vᵀ the rows of X are
+    multiplied by sigma and its signs as they are read, and the bias is added as rows are written, and the rows without
+    it to UNBIASED. Columns beyond ``x_columns`` are zero, those beyond ``out_columns`` are not written.
+
+    RECORD is for the gradient: Z: (B, m + m2, blocks·K), and the rows before each group of reflections, GROUP at a
+    time, STATES: (B, groups, m + m2, d).
+    """
+    total = m + m2
+    row, batch = tl.program_id(0) % total, (tl.program_id(0) // total).to(tl.int64)
+    V += batch * batch_stride
+    i, j = tl.arange(0, K), tl.arange(0, D)
+    inside = j < d
+    first_step = 0
+    if OF_IDENTITY:
+        a = tl.where(j == row, 1.0, 0.0)
+        if KIND >= TRIANGULAR:  # reflections after the row-th leave it as it is
+            first_step = tl.maximum(blocks - 1 - row // K, 0)
+    elif row < m:
+        given = j < x_columns
+        a = tl.load(X + (batch * m + row) * x_stride + j, mask=given, other=0.0).to(tl.float32)
+        if SCALED:
+            a *= signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, given, U_SIGNED, V_SIGNED)
+            if HAS_SIGMA:
+                a *= tl.load(SIGMA + j, mask=given, other=0.0).to(tl.float32)
+    else:
+        a = tl.load(X2 + (batch * m2 + (row - m)) * d + j, mask=inside, other=0.0).to(tl.float32)
+    for step in tl.range(first_step, blocks, num_stages=STAGES):
+        block = step
+        if LAST_FIRST:
+            block = blocks - 1 - step
+        reflections = block * K + i
+        if RECORD:
+            arrives = block % (GROUP // K) == 0
+            if LAST_FIRST:
+                arrives = (step == 0) | (block % (GROUP // K) == GROUP // K - 1)
+            if arrives:
+                group = batch * tl.cdiv(blocks * K, GROUP) + block * K // GROUP
+                tl.store(STATES + (group * total + row) * d + j, a, mask=inside)
+        scale = tl.load(SCALE + batch * (blocks * K) + reflections)
+        y = load_reflectors(V, reflections, j, r, d, row_stride, col_stride, KIND) * scale[:, None]
+        t = tl.load(T + (batch * blocks + block) * K * TK + block * K % TK + i[:, None] * TK + i[None, :])
+        s = tl.sum(y * a[None, :], 1)
+        if LAST_FIRST:  # s Tᵀ
+            z = tl.sum(t * tl.expand_dims(s, 0), 1)
+        else:  # s T
+            z = tl.sum(t * tl.expand_dims(s, 1), 0)
+        if RECORD:
+            tl.store(Z + (batch * total + row) * (blocks * K) + reflections, z)
+        a -= tl.sum(y * tl.expand_dims(z, 1), 0)
+    if row < m:
+        written = j < out_columns
+        place = (batch * m + row) * out_columns + j
+        if HAS_UNBIASED:
+            tl.store(UNBIASED + place, a, mask=written)
+        if HAS_BIAS:
+            a += tl.load(BIAS + j, mask=written, other=0.0).to(tl.float32)
+        tl.store(OUT + place, stored(a, OUT), mask=written)
+
+
+@triton.jit(do_not_specialize=["m"])
+def gradient(
+    V, SCALE, Z, STATES, DV,
+    m, r, used, d, batch_stride, row_stride, col_stride, dv_batch_stride, dv_row_stride, dv_col_stride, known,
+    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr, DIAGONAL: tl.constexpr,
+    GROUP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """∂V of GROUP reflections and BD columns: N Y − Zᵀ g − Rᵀ O, divided by the scale, one program each.
+
+    Z: (B, 2m, known) holds R above −Z, STATES: (B, groups, 2m, d) g above O. Reflectors beyond the ``used`` ones, and
+    what stands left of a diagonal, have a zero gradient; where two sides are SHARED, only what is right of the diagonal
+    is written, and the diagonal by one of them. The diagonal of signed reflectors gets ``autograd.sign_guard``.
+    """
+    tiles, groups = tl.cdiv(d, BD), tl.cdiv(r, GROUP)
+    tile, group = tl.program_id(0) % tiles, tl.program_id(0) // tiles % groups
+    batch = (tl.program_id(0) // (tiles * groups)).to(tl.int64)
+    i, j = group * GROUP + tl.arange(0, GROUP), tile * BD + tl.arange(0, BD)
+    some = group * GROUP < known
+    held = ((i < known) & some)[None, :]
+    inside = ((j < d) & some)[None, :]
+    state = batch * tl.cdiv(known, GROUP) + group
+    M = tl.zeros([GROUP, GROUP], tl.float32)
+    dY = tl.zeros([GROUP, BD], tl.float32)
+    for q in range(0, m, BM):
+        p = (q + tl.arange(0, BM))[:, None]
+        at_Z = Z + (batch * 2 * m + p) * known + i[None, :]
+        R = tl.load(at_Z, mask=(p < m) & held, other=0.0)
+        minus_Z = tl.load(at_Z + m.to(tl.int64) * known, mask=(p < m) & held, other=0.0)
+        at_state = STATES + (state * 2 * m + p) * d + j[None, :]
+        g = tl.load(at_state, mask=(p < m) & inside, other=0.0)
+        O = tl.load(at_state + m.to(tl.int64) * d, mask=(p < m) & inside, other=0.0)
+        M -= tl.dot(tl.trans(minus_Z), R, input_precision=PRECISION)
+        dY += tl.dot(tl.trans(minus_Z), g, input_precision=PRECISION)
+        dY -= tl.dot(tl.trans(R), O, input_precision=PRECISION)
+    a, b = tl.arange(0, GROUP)[:, None], tl.arange(0, GROUP)[None, :]
+    half = b < a
+    if TRANSPOSE:
+        half = b > a
+    N = tl.where(half, M - tl.trans(M), 0.0)
+    scale = tl.load(SCALE + batch * known + i, mask=(i < known) & some, other=0.0)[:, None]
+    V += batch * batch_stride
+    y = load_reflectors(V, i, j, used, d, row_stride, col_stride, KIND) * scale
+    dV = (dY + tl.dot(N, y, input_precision=PRECISION)) * scale
+    row, col = i[:, None], j[None, :]
+    if KIND == TRIANGULAR:
+        dV = tl.where(col >= row, dV, 0.0)
+    if KIND >= COMPACT:
+        dV = tl.where(col > row, dV, 0.0)
+    written = (row < r) & (col < d)
+    if KIND == SIGNED:
+        on_diagonal = written & (col == row)
+        place = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+        diagonal = tl.load(place, mask=on_diagonal, other=1.0).to(tl.float32)
+        push = tl.where(diagonal.to(tl.int32, bitcast=True) < 0, 0.1, -0.1)
+        dV = tl.where(on_diagonal & (tl.abs(diagonal) < 0.25), push, dV)
+    if SHARED:
+        written = written & (col > row)
+        if DIAGONAL:
+            written = (row < r) & (col < d) & (col >= row)
+    place = DV + batch * dv_batch_stride + row.to(tl.int64) * dv_row_stride + col.to(tl.int64) * dv_col_stride
+    tl.store(place, stored(dV, DV), mask=written)
+
+
+@triton.jit(do_not_specialize=["m"])
+def sums_over_rows(
+    G, G_INNER, INNER, U_DIAGONAL, V_DIAGONAL, DSIGMA, DBIAS,
+    m, n, k, inner_stride, U_stride, V_stride,
+    U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, NEEDS_SIGMA: tl.constexpr, NEEDS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """∂sigma: the sum of G_INNER: (m, k) times INNER: (m, ≥ k) over all rows, with the signs; ∂bias: that of G: (m, n).
+
+    One program for BD columns.
+    """
+    j = tl.program_id(0) * BD + tl.arange(0, BD)
+    if NEEDS_SIGMA:
+        total = tl.zeros([BD], tl.float32)
+        for q in range(0, m, BM):
+            p = (q + tl.arange(0, BM))[:, None].to(tl.int64)
+            mask = (p < m) & (j < k)[None, :]
+            g = tl.load(G_INNER + p * k + j[None, :], mask=mask, other=0.0)
+            total += tl.sum(g * tl.load(INNER + p * inner_stride + j[None, :], mask=mask, other=0.0), 0)
+        total *= signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, j < k, U_SIGNED, V_SIGNED)
+        tl.store(DSIGMA + j, stored(total, DSIGMA), mask=j < k)
+    if NEEDS_BIAS:
+        total = tl.zeros([BD], tl.float32)
+        for q in range(0, m, BM):
+            p = (q + tl.arange(0, BM))[:, None].to(tl.int64)
+            mask = (p < m) & (j < n)[None, :]
+            total += tl.sum(tl.load(G + p * n + j[None, :], mask=mask, other=0.0).to(tl.float32), 0)
+        tl.store(DBIAS + j, stored(total, DBIAS), mask=j < n)

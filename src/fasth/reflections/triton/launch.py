@@ -1,0 +1,416 @@
+"""x Qᵀ and x (U Σ Vᵀ)ᵀ with their gradients, each a few launches of the kernels, on tensors that are given as they are.
+
+Between forward and backward T and the scales are saved, besides the tensors that ``autograd`` saves. The states for the
+gradient are found again from the output: section 6 of ``reflections/README.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasth.reflections.library import FULL, SIGNED
+from fasth.reflections.precision import tf32_allowed
+from fasth.reflections.triton import kernels
+from fasth.reflections.triton.configurations import (
+    BLOCK,
+    DEFAULT_REGISTERS,
+    FACTORS_WARPS,
+    GRADIENT_WARPS,
+    GROUP,
+    STEP,
+    SUMS_WARPS,
+    SWEEP_REGISTERS,
+    SWEEP_WARPS,
+    chunk,
+    columns_held,
+)
+
+# Each is told of every launch: the kernel, its options, its arguments. For counts, and to compile what would be
+# launched. On the meta device that is all that happens.
+observers: list[Callable[[Any, dict[str, int], dict[str, Any]], None]] = []
+
+
+class Side(NamedTuple):
+    """A product of reflections: V: (B, r, d), T: (B, blocks, BLOCK, BLOCK) and the scales: (B, blocks·BLOCK)."""
+
+    V: Tensor
+    kind: int
+    T: Tensor
+    scale: Tensor
+
+
+class Sigma(NamedTuple):
+    """What rows are multiplied by between the two sides: (k,), or ones, and the diagonals that have its signs."""
+
+    values: Tensor | None
+    k: int
+    diagonals: tuple[Tensor | None, Tensor | None]  # of U and V: reflectors, as matrices
+
+    def arguments(self) -> dict[str, Any]:
+        U, V = self.diagonals
+        return {
+            "U_DIAGONAL": U,
+            "V_DIAGONAL": V,
+            "U_stride": 0 if U is None else U.stride(0) + U.stride(1),
+            "V_stride": 0 if V is None else V.stride(0) + V.stride(1),
+            "U_SIGNED": U is not None,
+            "V_SIGNED": V is not None,
+        }
+
+
+NO_SIGMA = Sigma(None, 0, (None, None))
+
+
+def householder(
+    x: Tensor, V: Tensor, transpose: bool, kind: int, save: bool, of_identity: bool = False, warps: int = 0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x Qᵀ, or x Q if ``transpose``; T and the scales if they are to be saved.  x: (*, d) or (B, m, d)."""
+    side = factored(V, kind)
+    rows = _rows(x, V)
+    out = torch.empty_like(rows)
+    sweep(side, rows, out=out, last_first=not transpose, of_identity=of_identity, warps=warps)
+    return out.reshape(x.shape), side.T if save else None, side.scale if save else None
+
+
+def householder_backward(
+    g: Tensor,
+    out: Tensor | None,
+    V: Tensor,
+    T: Tensor | None,
+    scale: Tensor | None,
+    transpose: bool,
+    kind: int,
+    needs_x: bool,
+    needs_V: bool,
+    warps: int = 0,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and V, each None where it is not needed."""
+    side = factored(V, kind, T, scale)
+    rows = _rows(g, V)
+    dx = torch.empty_like(rows)
+    if not needs_V:
+        sweep(side, rows, out=dx, last_first=transpose, warps=warps)
+        return dx.reshape(g.shape), None
+    assert out is not None
+    states = sweep(side, rows, _rows(out, V), out=dx, last_first=transpose, record=True, warps=warps)
+    dV = torch.empty_like(side.V)
+    gradient(side, states, dV, transpose)
+    return dx.reshape(g.shape) if needs_x else None, dV.reshape(V.shape)
+
+
+def svd_linear(
+    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, kind: int, save: bool
+) -> tuple[Tensor | None, ...]:
+    """x Wᵀ + bias; then, if they are to be saved, x Q_V, x Wᵀ, and T and the scales of V and of U.  x: (*, m) → (*, n).
+
+    x Q_V and x Wᵀ are float32, whatever the dtype; the latter is None where the output is just that.
+    """
+    of_U, of_V = _sides(U, V, kind)
+    n, m = of_U.V.shape[-1], of_V.V.shape[-1]
+    scaling = _sigma(U, sigma, V, kind, min(n, m))
+    rows = _rows(x, of_V.V[0])
+    inner = rows.new_empty(rows.shape, dtype=torch.float32)
+    out = rows.new_empty(1, rows.shape[1], n)
+    product = torch.empty_like(out, dtype=torch.float32) if save and _rounds(x, bias) else None
+    sweep(of_V, rows, out=inner, last_first=False)
+    bias = bias if bias is None else bias.contiguous()
+    sweep(of_U, inner, out=out, last_first=True, sigma=scaling, bias=bias, unbiased=product)
+    out = out.reshape(*x.shape[:-1], n)
+    if not save:
+        return out, *[None] * 6
+    return out, inner[0], product, of_V.T, of_V.scale, of_U.T, of_U.scale
+
+
+def _rounds(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether the output is more, or less, than the product in float32."""
+    return bias is not None or x.dtype != torch.float32
+
+
+def svd_linear_backward(
+    g: Tensor,
+    inner: Tensor,
+    product: Tensor,
+    U: Tensor,
+    sigma: Tensor | None,
+    V: Tensor | None,
+    T_V: Tensor,
+    scale_V: Tensor,
+    T_U: Tensor,
+    scale_U: Tensor,
+    kind: int,
+    needs: Sequence[bool],
+    symmetric: bool = False,
+) -> list[Tensor | None]:
+    """The gradients of x, U, sigma, V and the bias, each None where it is not needed.
+
+    That of one matrix with both sides is U's, and so is the sum of both where U and V are the same: ``symmetric``.
+    """
+    needs_x, needs_U, needs_sigma, needs_V, needs_bias = needs
+    needs_V = needs_U if symmetric else needs_V
+    of_U, of_V = _sides(U, V, kind, (T_U, scale_U, T_V, scale_V))
+    n, m = of_U.V.shape[-1], of_V.V.shape[-1]
+    scaling = _sigma(U, sigma, V, kind, min(n, m))
+    rows = _rows(g, of_U.V[0])
+    train_U, train_V = needs_U and len(of_U.V[0]) > 0, (needs_U if V is None else needs_V) and len(of_V.V[0]) > 0
+    g_inner = rows.new_empty(1, rows.shape[1], scaling.k, dtype=torch.float32)
+    dx = rows.new_empty(1, rows.shape[1], m)
+    of_rows_U = of_rows_V = None
+    if train_U or needs_sigma or train_V or needs_x:
+        of_rows_U = sweep(
+            of_U, rows, product.reshape(rows.shape) if train_U else None, out=g_inner, last_first=False, record=train_U
+        )
+    if train_V or needs_x:
+        other = inner[None] if train_V else None
+        of_rows_V = sweep(of_V, g_inner, other, out=dx, last_first=True, sigma=scaling, record=train_V)
+    dU, dV = _gradients_of_sides(U, V, of_U, of_V, of_rows_U, of_rows_V, needs_U, needs_V)
+    if symmetric and dU is not None and dV is not None:
+        dU, dV = dU + dV, None
+    dsigma, dbias = sums_over_rows(rows[0], g_inner[0], inner, scaling, needs_sigma, needs_bias)
+    return [dx.reshape(*g.shape[:-1], m) if needs_x else None, dU, dsigma, dV, dbias]
+
+
+def _gradients_of_sides(
+    U: Tensor,
+    V: Tensor | None,
+    of_U: Side,
+    of_V: Side,
+    of_rows_U: Recorded | None,
+    of_rows_V: Recorded | None,
+    needs_U: bool,
+    needs_V: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """∂U and ∂V. Two sides in one matrix write their halves of one gradient, and V's the diagonal."""
+    dU = torch.empty_like(U) if needs_U else None
+    dV = torch.empty_like(V) if needs_V and V is not None else None
+    if V is None and dU is not None:
+        gradient(of_U, of_rows_U, dU.mT[None], transpose=False, shared=True)
+        gradient(of_V, of_rows_V, dU[None], transpose=True, shared=True, diagonal=True)
+        return dU, None
+    if dU is not None:
+        gradient(of_U, of_rows_U, dU[None], transpose=False)
+    if dV is not None:
+        gradient(of_V, of_rows_V, dV[None], transpose=True)
+    return dU, dV
+
+
+def _sides(U: Tensor, V: Tensor | None, kind: int, saved: Sequence[Tensor | None] = (None,) * 4) -> tuple[Side, Side]:
+    T_U, scale_U, T_V, scale_V = saved
+    reflectors_U, reflectors_V = (U.mT, U) if V is None else (U, V)
+    of_V = factored(reflectors_V, kind, T_V, scale_V)
+    return of_V if V is U else factored(reflectors_U, kind, T_U, scale_U), of_V
+
+
+def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, kind: int, most: int) -> Sigma:
+    def diagonal(t: Tensor | None) -> Tensor | None:
+        return t if kind == SIGNED and t is not None and len(t) else None
+
+    values = None if sigma is None else sigma.contiguous()
+    return Sigma(values, most if values is None else len(values), (diagonal(U), diagonal(V)))
+
+
+def factored(V: Tensor, kind: int, T: Tensor | None = None, scale: Tensor | None = None) -> Side:
+    """The side of V: (r, d) or (B, r, d), whose T and scales are computed if they are not given. One launch."""
+    V = V if V.ndim == 3 else V[None]
+    if T is not None and scale is not None:
+        return Side(V, kind, T, scale)
+    B, _, d = V.shape
+    blocks = -(-_used(V, kind) // BLOCK)
+    T = V.new_empty(B, blocks, BLOCK, BLOCK, dtype=torch.float32)
+    scale = V.new_empty(B, blocks * BLOCK, dtype=torch.float32)
+    _launch(
+        kernels.factors,
+        B * blocks,
+        {"num_warps": FACTORS_WARPS},
+        V=V,
+        T=T,
+        SCALE=scale,
+        r=_used(V, kind),
+        d=d,
+        **_strides(V),
+        blocks=blocks,
+        KIND=kind,
+        K=BLOCK,
+        LEVELS=BLOCK.bit_length() - 1,
+        BD=chunk(d),
+    )
+    return Side(V, kind, T, scale)
+
+
+class Recorded(NamedTuple):
+    """What a sweep of g above the output leaves for the gradient."""
+
+    Z: Tensor  # (B, 2m, blocks·STEP), R above −Z
+    states: Tensor  # (B, groups, 2m, d), g above O before each group of reflections
+
+
+def sweep(
+    side: Side,
+    x: Tensor,
+    x2: Tensor | None = None,
+    *,
+    out: Tensor,
+    last_first: bool,
+    sigma: Sigma = NO_SIGMA,
+    bias: Tensor | None = None,
+    unbiased: Tensor | None = None,
+    record: bool = False,
+    of_identity: bool = False,
+    warps: int = 0,
+) -> Recorded | None:
+    """Rows of x: (B, m, ·), and of x2: (B, m, d), through all blocks of a side; those of x into out. One launch."""
+    V, kind, T, scale = side
+    B, _, d = V.shape
+    m, total = x.shape[1], x.shape[1] + (0 if x2 is None else x2.shape[1])
+    known = scale.shape[1]
+    recorded = None
+    if record:
+        Z = torch.empty(B, total, known, dtype=torch.float32, device=x.device)
+        states = torch.empty(B, -(-known // GROUP), total, d, dtype=torch.float32, device=x.device)
+        recorded = Recorded(Z, states)
+    scaled = sigma is not NO_SIGMA
+    D = columns_held(d)
+    _launch(
+        kernels.sweep,
+        B * total,
+        {"num_warps": warps or SWEEP_WARPS[D][0], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
+        X=x,
+        X2=x if x2 is None else x2,
+        OUT=out,
+        UNBIASED=unbiased,
+        V=V,
+        SCALE=scale,
+        T=T,
+        Z=recorded and recorded.Z,
+        STATES=recorded and recorded.states,
+        SIGMA=sigma.values,
+        BIAS=bias,
+        m=m,
+        m2=total - m,
+        r=_used(V, kind),
+        d=d,
+        x_columns=sigma.k if scaled else d,
+        x_stride=x.shape[2],
+        out_columns=out.shape[2],
+        blocks=known // STEP,
+        **_strides(V),
+        **sigma.arguments(),
+        LAST_FIRST=last_first,
+        KIND=kind,
+        K=STEP,
+        TK=BLOCK,
+        GROUP=GROUP,
+        D=D,
+        OF_IDENTITY=of_identity,
+        RECORD=record,
+        SCALED=scaled,
+        HAS_SIGMA=sigma.values is not None,
+        HAS_BIAS=bias is not None,
+        HAS_UNBIASED=unbiased is not None,
+        STAGES=2,
+    )
+    return recorded
+
+
+def gradient(
+    side: Side,
+    recorded: Recorded | None,
+    dV: Tensor,
+    transpose: bool,
+    shared: bool = False,
+    diagonal: bool = False,
+) -> None:
+    """Writes the gradient of the side's reflectors to dV: (B, r, d), of any strides. One launch."""
+    V, kind, _, scale = side
+    B, r, d = V.shape
+    if recorded is None:  # no reflectors
+        return
+    of_dV = {f"dv_{name}": stride for name, stride in _strides(dV).items()}
+    _launch(
+        kernels.gradient,
+        B * -(-r // GROUP) * -(-d // chunk(d)),
+        {"num_warps": GRADIENT_WARPS},
+        V=V,
+        SCALE=scale,
+        Z=recorded.Z,
+        STATES=recorded.states,
+        DV=dV,
+        m=recorded.Z.shape[1] // 2,
+        r=r,
+        used=_used(V, kind),
+        d=d,
+        **_strides(V),
+        **of_dV,
+        known=scale.shape[1],
+        TRANSPOSE=transpose,
+        KIND=kind,
+        SHARED=shared,
+        DIAGONAL=diagonal,
+        GROUP=GROUP,
+        BM=16,
+        BD=chunk(d),
+        PRECISION="tf32" if tf32_allowed(V) else "ieee",
+    )
+
+
+def sums_over_rows(
+    g: Tensor, g_inner: Tensor, inner: Tensor, sigma: Sigma, needs_sigma: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """∂sigma: (k,) and ∂bias: (n,), each None where it is not needed. One launch."""
+    n, k = g.shape[1], sigma.k
+    dsigma = g.new_empty(k) if needs_sigma else None
+    dbias = g.new_empty(n) if needs_bias else None
+    if not (needs_sigma or needs_bias):
+        return None, None
+    BD = chunk(max(n, k))
+    _launch(
+        kernels.sums_over_rows,
+        -(-max(n, k) // BD),
+        {"num_warps": SUMS_WARPS},
+        G=g,
+        G_INNER=g_inner,
+        INNER=inner,
+        DSIGMA=dsigma,
+        DBIAS=dbias,
+        m=len(g),
+        n=n,
+        k=k,
+        inner_stride=inner.shape[1],
+        **sigma.arguments(),
+        NEEDS_SIGMA=needs_sigma,
+        NEEDS_BIAS=needs_bias,
+        BM=16,
+        BD=BD,
+    )
+    return dsigma, dbias
+
+
+def _rows(x: Tensor, V: Tensor) -> Tensor:
+    """x: (*, d) as (1, m, d) for V: (r, d); x: (B, m, d) as it is for V: (B, r, d)."""
+    d = V.shape[-1]
+    return (x if V.ndim == 3 else x.reshape(1, x.numel() // d, d)).contiguous()
+
+
+def _used(V: Tensor, kind: int) -> int:
+    """How many reflectors there are: of triangular and compact ones those beyond d are zero."""
+    r, d = V.shape[-2:]
+    return r if kind == FULL else min(r, d)
+
+
+def _strides(V: Tensor) -> dict[str, int]:
+    return dict(zip(("batch_stride", "row_stride", "col_stride"), V.stride(), strict=True))
+
+
+def _launch(kernel: Any, programs: int, options: dict[str, int], **arguments: Any) -> None:
+    for observer in observers:
+        observer(kernel, options, arguments)
+    first = next(t for t in arguments.values() if isinstance(t, Tensor))
+    if torch.version.hip:  # it has no such option
+        options = {name: value for name, value in options.items() if name != "maxnreg"}
+    if programs and not first.is_meta:
+        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+            kernel[(programs,)](**arguments, **options)

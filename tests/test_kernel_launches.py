@@ -1,0 +1,174 @@
+"""How much the Triton kernels launch, seen on the meta device, and what importing fasth asks of Triton: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import script
+from torch import Tensor
+
+import fasth
+from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.functional import FORMS, reflect
+from fasth.reflections import precision
+from fasth.reflections.backends import TORCH, TRITON, backend_for, counting_kernels
+from fasth.reproduce.counts import observed
+
+SIZES = [64, 100, 768, 1024, 2048]
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    """The names of all kernels and of all operations of PyTorch, as a GPU would be given them."""
+    pytest.importorskip("triton", reason="Triton has no build for this system")
+    with counting_kernels(), observed() as names:
+        yield names
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("d", SIZES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_product_is_two_launches_forward_and_two_backward(
+    d: int, form: str, transpose: bool, stored: torch.dtype, launched: list[str]
+) -> None:
+    x, V = meta(32, d, dtype=stored), meta(d, d, dtype=stored)
+    out = reflect(x, V, form, transpose=transpose)
+    assert launched == ["factors", "sweep"]
+    launched.clear()
+    torch.autograd.grad(out, (x, V), torch.empty_like(out))
+    assert launched == ["sweep", "gradient"]
+
+
+def test_so_it_is_for_batches_and_any_number_of_reflectors(launched: list[str]) -> None:
+    for x, V in ((meta(5, 3, 40), meta(5, 90, 40)), (meta(3, 40), meta(1000, 40)), (meta(7, 2048), meta(1, 2048))):
+        out = fasth.householder(x, V)
+        torch.autograd.grad(out, (x, V), torch.empty_like(out))
+        assert launched == ["factors", "sweep", "sweep", "gradient"]
+        launched.clear()
+
+
+LAYERS: dict[str, Callable[[int], Any]] = {
+    "LinearSVD": lambda d: LinearSVD(d, d, device="meta"),
+    "LinearSVD, wide": lambda d: LinearSVD(d, d // 2, device="meta"),
+    "LinearSVD, thin": lambda d: LinearSVD(d, d, rank=16, device="meta"),
+    "LinearSymmetric": lambda d: LinearSymmetric(d, device="meta"),
+    "LinearOrthogonal": lambda d: LinearOrthogonal(d, d, device="meta"),
+}
+
+
+@pytest.mark.parametrize("d", SIZES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_of_a_layer_is_at_most_ten_launches(name: str, d: int, launched: list[str]) -> None:
+    layer, x = LAYERS[name](d), meta(32, d)
+    launched.clear()
+    out = layer(x)
+    torch.autograd.grad(out, (x, *(p for p in layer.parameters() if p.requires_grad)), torch.empty_like(out))
+    assert len(launched) <= 10, launched
+
+
+def test_full_reflectors_have_their_signs_apart(launched: list[str]) -> None:
+    """Sigma and its gradient are multiplied by them, five small operations more. Compact ones need none."""
+    layer, x = LinearSVD(1024, 1024, reflectors="full", device="meta"), meta(32, 1024)
+    launched.clear()
+    out = layer(x)
+    torch.autograd.grad(out, (x, layer.U, layer.V, layer.sigma, layer.bias), torch.empty_like(out))
+    assert [name for name in launched if name in ("factors", "sweep", "gradient", "sums_over_rows")] == (
+        ["factors"] * 2 + ["sweep"] * 4 + ["gradient"] * 2 + ["sums_over_rows"]
+    )
+    assert len([name for name in launched if name != "scalar_tensor"]) <= 14, launched
+
+
+def test_a_step_of_linear_svd_is_nine(launched: list[str]) -> None:
+    layer, x = LinearSVD(1024, 1024, device="meta"), meta(32, 1024)
+    launched.clear()
+    out = layer(x)
+    assert launched == ["factors"] * 2 + ["sweep"] * 2
+    torch.autograd.grad(out, (x, *layer.parameters()), torch.empty_like(out))
+    assert launched[4:] == ["sweep"] * 2 + ["gradient"] * 2 + ["sums_over_rows"]
+
+
+def test_a_row_longer_than_a_program_holds_takes_pytorch(launched: list[str]) -> None:
+    fasth.householder(meta(3, 2049), meta(4, 2049))
+    assert "sweep" not in launched and launched
+
+
+def test_other_dtypes_and_devices_take_pytorch() -> None:
+    assert backend_for(meta(3, 4)) == TORCH
+    with counting_kernels():
+        assert backend_for(meta(3, 4)) == TRITON
+        assert backend_for(meta(3, 4, dtype=torch.float64)) == TORCH
+        assert backend_for(meta(3, 4), meta(3, 4, dtype=torch.bfloat16)) == TORCH
+
+
+def test_importing_fasth_and_using_it_does_not_import_triton() -> None:
+    code = "import sys, torch, fasth; fasth.LinearSVD(3, 3)(torch.ones(2, 3)); print('triton' in sys.modules)"
+    # torch itself asks whether Triton is there; fasth's part is that nothing of it is loaded.
+    assert script("import sys, torch; print('triton' in sys.modules)") == "False\n"
+    assert script(code) == "False\n"
+
+
+def test_without_triton_everything_still_works() -> None:
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
+sys.modules["triton"] = None
+import torch, fasth
+from fasth.reflections.backends import backend_for, kernels_setting
+print(kernels_setting(), backend_for(torch.ones(1)), fasth.LinearSVD(3, 3)(torch.ones(2, 3)).shape)
+"""
+    assert script(code).startswith("not installed core") or not fasth.reflections.core.available_levels()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_fake_cuda_tensors_reach_the_operators(stored: torch.dtype) -> None:
+    """No device is needed to trace a graph for one, and no value is read back: fake tensors have none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, V = (torch.empty(shape, dtype=stored, device="cuda") for shape in ((5, 40), (40, 40)))
+        out, T, scale = torch.ops.fasth.triton_householder(x, V, False, 0, True, False)
+        dx, dV = torch.ops.fasth.triton_householder_backward(out, out, V, T, scale, False, 0, True, True)
+        sigma, bias = x.new_empty(40), x.new_empty(40)
+        y, *saved = torch.ops.fasth.triton_svd_linear(x, V, sigma, None, bias, 3, True)
+        inner, product, *factors = saved
+        needs = [True, True, True, False, True]
+        found = torch.ops.fasth.triton_svd_linear_backward(y, inner, product, V, sigma, None, *factors, 3, needs, False)
+    assert {t.device.type for t in (out, T, dx, dV, y, *saved, *found)} == {"cuda"}
+    assert (out.dtype, dV.dtype, y.dtype, T.dtype, inner.dtype) == (stored,) * 3 + (torch.float32,) * 2
+    assert [tuple(t.shape) for t in found] == [(5, 40), (40, 40), (40,), (0,), (40,)]
+
+
+class OnAGPU:
+    """What ``precision`` asks of a tensor."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("setting", ["tf32", "ieee"])
+def test_products_that_make_q_are_ieee_whatever_is_allowed(setting: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = setting
+        with precision.ieee_products(OnAGPU()):  # type: ignore[arg-type]
+            assert matmul.fp32_precision == "ieee"
+            with precision.ieee_products(OnAGPU()):  # type: ignore[arg-type]  # another thread
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == setting
+        with pytest.raises(KeyError), precision.ieee_products(OnAGPU()):  # type: ignore[arg-type]
+            raise KeyError
+        assert matmul.fp32_precision == setting
+        with precision.ieee_products(torch.ones(1)):  # on the CPU it is nobody's business
+            assert matmul.fp32_precision == setting
+    finally:
+        matmul.fp32_precision = before
