@@ -24,6 +24,7 @@ from fasth.reproduce.experiments import Experiment
 from fasth.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
 from fasth.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, PRINTED, TRIANGULAR, Method
 from fasth.reproduce.operations import OPERATIONS
+from fasth.reproduce.tables import any_wrong, faults
 from fasth.reproduce.tasks import Entry, InTurns, Settings
 from fasth.reproduce.timing import environment
 
@@ -79,10 +80,9 @@ def main() -> int:
     if options.out:
         files.write(options.out, runner.text(found))
         rich.print(f"[dim]Written to {options.out}")
-    wrong = {record["note"] for record in found["records"] if record["status"] == "wrong"}
-    for note in sorted(wrong):
-        console.print(f"[red]Not timed, because its answer is wrong: {note}")
-    return 1 if wrong else 0
+    for fault in faults(found):
+        console.print(fault, style="red", markup=False)
+    return 1 if any_wrong(found) else 0
 
 
 def parsed() -> argparse.Namespace:

@@ -14,8 +14,8 @@ from fasth.cli import main
 from fasth.reproduce import counts, memory, operations, tables
 from fasth.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
 from fasth.reproduce.methods import COMPACT, FULL, LINEAR, METHODS
-from fasth.reproduce.tasks import Entry, InTurns, Settings
-from fasth.reproduce.timing import verify
+from fasth.reproduce.tasks import Counting, Entry, InTurns, Settings
+from fasth.reproduce.timing import environment, verify
 
 pytest.importorskip("rich", reason="rich is not installed; it comes with fasth[reproduce]")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed; it comes with fasth[reproduce]")
@@ -104,8 +104,37 @@ def test_peak_memory_is_at_least_that_of_the_results():
     d, rows = 512, 32
     found = memory.peaks([LINEAR.name, "FastH++"], d, rows, "float32", "cpu", 1)
     results = 4 * (d * d + 2 * rows * d)
-    assert results <= found[LINEAR.name] < 3 * results
-    assert found["FastH++"] > 4 * found[LINEAR.name]
+    linear, fasthpp = (found[name].bytes for name in (LINEAR.name, "FastH++"))
+    assert results <= linear < 3 * results
+    assert fasthpp > 4 * linear
+
+
+@pytest.mark.skipif(not memory.available("cpu"), reason="this system does not tell the peak memory of a process")
+def test_peak_memory_of_what_fails():
+    found = memory.peaks([LINEAR.name], -1, 4, "float32", "cpu", 1)
+    assert (found[LINEAR.name].status, found[LINEAR.name].bytes) == ("failed", None)
+    assert "negative dimension" in found[LINEAR.name].note
+
+
+def test_peak_memory_on_a_gpu(monkeypatch):
+    """What torch is asked, on a machine that has none."""
+    asked, allocated = [], iter([100, 107])
+    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+
+        def answer(device, name=name):
+            asked.append((name, device))
+            return next(allocated) if name.endswith("allocated") else None
+
+        monkeypatch.setattr(torch.cuda, name, answer)
+    build = LINEAR.build
+    on_cpu = replace(LINEAR, build=lambda d, rows, dtype, device, generator: build(d, rows, dtype, "cpu", generator))
+    monkeypatch.setattr(memory, "METHODS", {"right": on_cpu, "failing": METHODS["parallel"]})
+    found = memory.peaks(["failing", "right"], 8, 4, "float32", "cuda:1", 1)
+    assert found["right"] == memory.Peak("ok", "", 7)
+    assert {device for _, device in asked} == {"cuda:1"}
+    if not torch.cuda.is_available():
+        assert found["failing"].status == "failed" and found["failing"].note
+    assert set(memory.peaks(["right"], 8, 4, "float32", "xpu", 1).values()) == {memory.Peak("not measured")}
 
 
 # The command
@@ -215,6 +244,67 @@ def test_a_wrong_answer_is_marked_and_fails(tmp_path, monkeypatch, capsys):
     assert "because its answer is wrong" in (tmp_path / "report.html").read_text()
     (record,) = records(tmp_path)
     assert (record["status"], record["mean"], record["readings"]) == ("wrong", None, [])
+
+
+def test_a_method_that_fails_is_noted_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    def unbuildable(*arguments):
+        raise RuntimeError("[no CUDA build]\nand more")
+
+    def fails(x, W):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    methods = [
+        replace(LINEAR, name="peer", build=unbuildable),
+        LINEAR,
+        replace(FULL, build=lambda *a: replace(FULL.build(*a), function=fails)),
+        COMPACT,
+    ]
+    only = [
+        experiments.Experiment(
+            "step", "", "", [InTurns(f"d = {d}", [Entry(m, d, 4) for m in methods]) for d in (4, 6)]
+        ),
+        experiments.Experiment(
+            "counts", "", "", [Counting(8, 4, [(methods[0], counts.count), (LINEAR, counts.count)])]
+        ),
+    ]
+    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: only)
+    assert reproduce(tmp_path) == 0
+    found = records(tmp_path)
+    assert {(r["name"], r["status"]) for r in found if r["experiment"] == "step"} == {
+        ("peer", "failed"),
+        (LINEAR.name, "ok"),
+        (FULL.name, "failed"),
+        (COMPACT.name, "ok"),
+    }
+    assert [(r["status"], r["note"]) for r in found if r["experiment"] == "counts"] == [
+        ("failed", "[no CUDA build]"),
+        ("ok", ""),
+    ]
+    printed = " ".join(capsys.readouterr().err.split())
+    page = (tmp_path / "report.html").read_text()
+    for text in (printed, page):
+        assert text.count("because it failed: peer: [no CUDA build]") == 1
+        assert f"{FULL.name}: CUDA out of memory. Tried to allocate 20.00 GiB" in text
+    assert page.count("<td>failed</td>") == 5  # two sizes of both, and the count
+
+
+def test_an_interruption_is_not_the_failure_of_a_method(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    only = experiments.Experiment("step", "", "", [InTurns("d = 4", [Entry(replace(LINEAR, build=interrupted), 4, 4)])])
+    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: [only])
+    assert reproduce(tmp_path, "--only", "step") == 130
+
+
+def test_a_run_on_a_gpu_says_which_file_to_send(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: [])
+    assert reproduce(tmp_path) == 0
+    assert "send" not in capsys.readouterr().err
+    monkeypatch.setattr("fasth.device.require", lambda device: None)
+    monkeypatch.setattr("fasth.reproduce.command.environment", lambda device: environment() | {"device": "a GPU"})
+    assert reproduce(tmp_path, "--device", "cuda", "--again") == 0
+    assert f"send {tmp_path / runner.FILE}" in "".join(capsys.readouterr().err.splitlines())
 
 
 def test_a_method_that_would_take_too_long_does_not_start():

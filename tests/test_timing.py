@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fasth.device import first_line, require
 from fasth.reflections import core
 from fasth.reproduce.methods import LINEAR, METHODS, Case
 from fasth.reproduce.timing import WrongAnswer, environment, measure, verify
@@ -55,6 +58,35 @@ def test_a_wrong_method_is_marked_and_not_timed():
     assert (right.status, len(right.readings)) == ("ok", 2)
     assert (wrong.status, wrong.readings) == ("wrong", [])
     assert "wrong: the output" in wrong.note
+
+
+def failing_at(call: int, error: BaseException):
+    """A right function, until it is called for so many times."""
+    calls = []
+
+    def function(x, W):
+        calls.append(None)
+        if len(calls) >= call:
+            raise error
+        return x @ W.mT
+
+    return function
+
+
+@pytest.mark.parametrize("call", [1, 3, 4, 6], ids=["verifying", "warming up", "first round", "last round"])
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, NotImplementedError])
+def test_a_method_that_fails_is_marked_and_the_others_go_on(call, error):
+    fails = case("fails", failing_at(call, error("out of memory\nTried to allocate")))
+    timings = measure([case("before"), fails, case("after")], rounds=3, min_time=0)
+    assert [timing.status for timing in timings] == ["ok", "failed", "ok"]
+    assert (timings[1].note, timings[1].readings) == ("out of memory", [])
+    assert len(timings[0].readings) == len(timings[2].readings) == 3
+
+
+@pytest.mark.parametrize("call", [1, 3, 6])
+def test_an_interruption_is_not_the_failure_of_a_method(call):
+    with pytest.raises(KeyboardInterrupt):
+        measure([case(function=failing_at(call, KeyboardInterrupt()))], rounds=3, min_time=0)
 
 
 def test_methods_take_turns():
@@ -147,3 +179,32 @@ def test_the_environment_names_machine_threads_and_versions():
     assert {"fasth", "python", "torch"} <= set(found["versions"])
     assert found["core"] in {"off", "not built", *core.available_levels()}
     assert found["date"].endswith("+00:00")
+    assert found["device"] == "cpu" and "gpu" not in found and "triton" not in found["versions"]
+
+
+def test_the_environment_of_a_gpu_has_its_name_size_and_versions(monkeypatch):
+    properties = SimpleNamespace(major=8, minor=6, multi_processor_count=82, total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr("fasth.device.version", {"triton": "3.7.1"}.get)
+    found = environment("cuda:1")
+    assert found["device"] == "a GPU" and found["versions"]["triton"] == "3.7.1"
+    assert (found["gpu"]["capability"], found["gpu"]["multiprocessors"]) == ("8.6", 82)
+    assert (found["gpu"]["cuda"], found["gpu"]["hip"], found["gpu"]["memory"]) == ("12.6", None, 24 << 30)
+    assert "torch" in found["versions"] and json.dumps(found)
+    monkeypatch.setattr("fasth.device.version", lambda package: None)
+    assert "triton" not in environment("cuda")["versions"]
+
+
+def test_what_an_error_says_in_one_line():
+    assert first_line(ValueError("\none\ntwo")) == "one"
+    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "meta", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_said_in_one_line(name):
+    require("cpu")
+    with pytest.raises(ValueError) as caught:
+        require(name)
+    assert str(caught.value) and "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Timing:
 
     name: str
     what: str  # "step" or "forward"
-    status: str = "ok"  # or "stopped", by the time limit; or "wrong", "too slow", "not installed": without readings
+    status: str = "ok"  # or "stopped", by the time limit; or, without readings, "wrong", "failed", "too slow", …
     note: str = ""
     calls: int = 1  # in each reading
     readings: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ def compare(
     return [turn.timing for turn in turns]
 
 
-def take_turns(turns: list[Turn], rounds: int, advance: Callable[[str], None]) -> None:
+def take_turns(turns: Sequence[Turn], rounds: int, advance: Callable[[str], None]) -> None:
     with _no_garbage_collection():
         for turn in turns:
             turn.warm_up()

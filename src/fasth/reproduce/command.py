@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fasth import files
+from fasth import device, files
 from fasth.reproduce import report, runner, tables
 from fasth.reproduce.experiments import FULL_GRID, QUICK, experiments
 from fasth.reproduce.tasks import Settings
@@ -23,10 +23,10 @@ def run(options: argparse.Namespace) -> int:
     """Measures, writes everything down, and returns 0; 1 if an answer was wrong; 2 for what cannot be done."""
     console = Console(stderr=True)
     try:
-        torch.empty(0, device=options.device)
+        device.require(options.device)
         _check_positive(options)
-    except (RuntimeError, AssertionError, ValueError) as error:  # torch has its own for every device it lacks
-        return _refuse(str(error).splitlines()[0])
+    except ValueError as error:
+        return _refuse(str(error))
     if options.threads:
         torch.set_num_threads(options.threads)
     grid = FULL_GRID if options.full else QUICK
@@ -50,10 +50,11 @@ def run(options: argparse.Namespace) -> int:
     if headlines.rows:
         show(headlines)
     console.print(f"Written to {options.out}: {len(written) + 1} files. Open {options.out / 'report.html'}")
-    wrong = sorted({record["note"] for record in found["records"] if record["status"] == "wrong"})
-    for note in wrong:
-        console.print(f"[red]Not timed, because its answer is wrong: {note}")
-    return 1 if wrong else 0
+    for fault in tables.faults(found):
+        console.print(fault, style="red", markup=False)
+    if options.device != "cpu":
+        console.print(f"To send these results back, send {path}")
+    return 1 if tables.any_wrong(found) else 0
 
 
 def command(options: argparse.Namespace) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fasth import functional
 from fasth.reflections import library
-from fasth.reflections.core import core_for
+from fasth.reflections.backends import backend_for
 from fasth.reproduce import baselines, counts, operations
 from fasth.reproduce.methods import (
     BASELINES,
@@ -185,7 +185,7 @@ def _with_block_size(k: int) -> list[Method]:
 
 
 def _applied(x: Tensor, V: Tensor) -> Tensor:
-    return functional._apply(x, V, (len(x), *V.shape), library.TRIANGULAR, False, None, core_for(x, V) is not None)
+    return functional._apply(x, V, (len(x), *V.shape), library.TRIANGULAR, False, None, backend_for(x, V))
 
 
 def _materialised(x: Tensor, V: Tensor) -> Tensor:
@@ -200,6 +200,8 @@ CHOICES = [
 ]
 
 COUNTED = [
-    (method, counts.continued if method is SEQUENTIAL else counts.count)
-    for method in (LINEAR, COMPACT, FULL, *BASELINES)
+    (LINEAR, counts.count),
+    *((replace(method, name=f"{method.name}, kernels"), counts.by_kernels) for method in (COMPACT, FULL)),
+    *((replace(method, name=f"{method.name}, blocks"), counts.count) for method in (COMPACT, FULL)),
+    *((method, counts.continued if method is SEQUENTIAL else counts.count) for method in BASELINES),
 ]

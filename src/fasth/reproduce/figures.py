@@ -322,6 +322,6 @@ DRAWINGS = [
     Drawing(
         "rows", f"Few rows are multiplied by the reflections, for many Q is formed once. {_BAND}", _rows, ("rows",)
     ),
-    Drawing("memory", "Peak memory, as the operating system sees it.", _memory, ("memory",)),
+    Drawing("memory", "Peak memory: by the operating system, or by torch on a GPU.", _memory, ("memory",)),
     Drawing("peers", "Other libraries, each as its documentation says to use it. Mean time.", _peers, ("peers",)),
 ]

@@ -1,7 +1,8 @@
 """The most memory that a step takes on top of its input, its parameters and the gradient of its output.
 
 On a CPU the operating system is asked, which sees what every library allocates: each step runs in a process of its own,
-forked before anything was computed, with an allocator that gives freed memory back. Linux only. On a GPU torch knows.
+forked before anything was computed, with an allocator that gives freed memory back. Linux only. On a GPU torch is
+asked, which knows what its own allocator gives out.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from fasth.device import first_line
 from fasth.reproduce.methods import METHODS, Case
 
 # Blocks of more than so many bytes are the process's own while in use, and the system's again when freed.
@@ -23,16 +26,24 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 _STATUS = Path("/proc/self/status")
 
 
+class Peak(NamedTuple):
+    """What one method takes."""
+
+    status: str  # "ok", "failed" or, where it cannot be measured, "not measured"
+    note: str = ""
+    bytes: int | None = None
+
+
 def available(device: str) -> bool:
     return device.startswith("cuda") if device != "cpu" else _STATUS.exists()
 
 
-def peaks(names: Sequence[str], d: int, rows: int, dtype: str, device: str, threads: int) -> dict[str, int | None]:
-    """The peak of each of ``METHODS``, in bytes; None for one that fails, or where it cannot be measured."""
+def peaks(names: Sequence[str], d: int, rows: int, dtype: str, device: str, threads: int) -> dict[str, Peak]:
+    """The peak of each of ``METHODS``. One that fails does not keep the others from being measured."""
     if not available(device):
-        return dict.fromkeys(names)
+        return dict.fromkeys(names, Peak("not measured"))
     if device != "cpu":
-        return {name: _on_cuda(_build(name, d, rows, dtype, device)) for name in names}
+        return {name: _attempt(lambda: _on_cuda(name, d, rows, dtype, device)) for name in names}  # noqa: B023
     request = [json.dumps(names), str(d), str(rows), dtype, str(threads)]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *request],
@@ -41,21 +52,30 @@ def peaks(names: Sequence[str], d: int, rows: int, dtype: str, device: str, thre
         text=True,
         check=True,
     )
-    found: dict[str, int | None] = json.loads(done.stdout)
-    return found
+    return {name: Peak(*found) for name, found in json.loads(done.stdout).items()}
+
+
+def _attempt(measure: Callable[[], int]) -> Peak:
+    try:
+        return Peak("ok", bytes=measure())
+    except Exception as error:
+        return Peak("failed", first_line(error))
 
 
 def _build(name: str, d: int, rows: int, dtype: str, device: str) -> Case:
     return METHODS[name].build(d, rows, getattr(torch, dtype), device, torch.Generator().manual_seed(d))
 
 
-def _on_cuda(case: Case) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def _on_cuda(name: str, d: int, rows: int, dtype: str, device: str) -> int:
+    """Above what is allocated after a small step, in which cuBLAS takes a workspace that it keeps."""
+    _build(name, 8, rows, dtype, device).step()
+    case = _build(name, d, rows, dtype, device)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     case.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _on_cpu(name: str, d: int, rows: int, dtype: str) -> int:
@@ -77,13 +97,13 @@ def _status(field: str) -> int:
     return int(next(lines).split()[1]) * 1024
 
 
-def _forked(function: Callable[[], int]) -> int | None:
-    """What the function returns in a process of its own; None if that ends badly."""
+def _forked(function: Callable[[], int]) -> Peak:
+    """What the function measures in a process of its own."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writing, str(function()).encode())
+            os.write(writing, json.dumps(_attempt(function)).encode())
             os._exit(0)
         finally:
             os._exit(1)
@@ -91,7 +111,7 @@ def _forked(function: Callable[[], int]) -> int | None:
     with os.fdopen(reading) as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
-    return int(answer) if answer else None
+    return Peak(*json.loads(answer)) if answer else Peak("failed", "its process ended")
 
 
 def _main(names: str, d: str, rows: str, dtype: str, threads: str) -> None:

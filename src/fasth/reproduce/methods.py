@@ -227,6 +227,22 @@ def _torch_householder(x: Tensor, columns: Tensor) -> Tensor:
     return F.linear(x, importlib.import_module("torch_householder").torch_householder_orgqr(columns))
 
 
+def _product_formed(x: Tensor, V: Tensor) -> Tensor:
+    """Q is formed by LAPACK's orgqr, or cuSOLVER's."""
+    return F.linear(x, torch.linalg.householder_product(*_columns(V)))
+
+
+def _product_applied(x: Tensor, V: Tensor) -> Tensor:
+    """Q is applied by LAPACK's ormqr, or cuSOLVER's."""
+    return torch.ormqr(*_columns(V), x.mT).mT
+
+
+def _columns(V: Tensor) -> tuple[Tensor, Tensor]:
+    """Compact reflectors as LAPACK takes them, in columns, and τ = 2/‖v‖², which depends on them."""
+    columns = V.triu(1).mT
+    return columns, 2 / (1 + columns.square().sum(0))
+
+
 class _Output(nn.Module):
     """An nflows transform without its log-determinant."""
 
@@ -295,6 +311,8 @@ PEERS = [
     of_module("torch matrix_exp", _torch("matrix_exp"), slack=EXPONENTIAL_SLACK),
     of_module("torch cayley", _torch("cayley")),
     of_module("torch householder", _torch("householder")),
+    of("torch.linalg.householder_product", _product_formed, compact, compact_product),
+    of("torch.ormqr", _product_applied, compact, compact_product),
     of_module("geotorch", _geotorch, requires="geotorch", slack=EXPONENTIAL_SLACK),
     of(
         "torch-householder",

@@ -39,7 +39,7 @@ def page(found: dict[str, Any], pictures: list[tuple[figures.Drawing, bytes]], c
         f"{found['settings']['rounds']} repetitions, at most {found['settings']['time_limit']:g} s for each method at "
         "each size.</p>",
         *([_table(headlines)] if headlines.rows else []),
-        *_wrong(found),
+        *(f"<p class=wrong>{html.escape(fault)}</p>" for fault in tables.faults(found)),
         *(_figure(drawing, svg) for drawing, svg in pictures),
         "<h2>Tables</h2>",
         *(_folded(table) for table in all_tables(found)),
@@ -84,11 +84,6 @@ def all_tables(found: dict[str, Any]) -> Iterator[Table]:
         yield tables.bars(f"Other libraries, d = {d}, 32 rows", select(found, "peers", d=d), "mean", tables.seconds)
     if select(found, "counts"):
         yield tables.counts(found)
-
-
-def _wrong(found: dict[str, Any]) -> Iterator[str]:
-    for note in sorted({record["note"] for record in found["records"] if record["status"] == "wrong"}):
-        yield f"<p class=wrong>Not timed, because its answer is wrong: {html.escape(note)}</p>"
 
 
 def _figure(drawing: figures.Drawing, svg: bytes) -> str:

@@ -118,16 +118,31 @@ def counts(results: dict[str, Any]) -> Table:
             *(f"{'≥ ' if r['library'] else ''}{quantity(r[name])}" for name in ("depth", "launches", "operations")),
             quantity(r["bytes"]) + "B",
         ]
+        if r["status"] == "ok"
+        else [str(r["d"]), r["name"], r["status"], "–", "–", "–"]
         for r in records
     ]
     note = (
         "Counted by tracing a step on the meta device, not measured; no GPU was used. A launch is an operation of "
-        "PyTorch that does work, dependent launches are the longest chain of them in which each needs the one before, "
-        "bytes are read and written as if nothing stayed in a cache. ≥: a matrix exponential or a linear solve counts "
-        "as one launch, and is many. Those of fasth are of its PyTorch path, which runs on a GPU."
+        "PyTorch that does work, or a Triton kernel; dependent launches are the longest chain of them in which each "
+        "needs the one before; bytes are read and written as if nothing stayed in a cache. ≥: a matrix exponential or "
+        "a linear solve counts as one launch, and is many. Kernels: fasth's Triton kernels, for rows of up to 2048 "
+        "numbers; blocks: its PyTorch path, which serves the rest."
     )
     columns = ["d", "method", "dependent launches", "launches", "operations", "bytes"]
     return Table("Estimated for a GPU, per gradient step of 32 rows: counted, not measured", columns, rows, note)
+
+
+def faults(results: dict[str, Any]) -> list[str]:
+    """A sentence for each method that was not measured, because it is wrong or because it failed."""
+    of = {(r["status"], r["name"], r.get("note", "")) for r in results["records"]}
+    wrong = [f"Not timed, because its answer is wrong: {note}" for status, _, note in of if status == "wrong"]
+    failed = [f"Not measured, because it failed: {name}: {note}" for status, name, note in of if status == "failed"]
+    return sorted(wrong) + sorted(failed)
+
+
+def any_wrong(results: dict[str, Any]) -> bool:
+    return any(record["status"] == "wrong" for record in results["records"])
 
 
 def machine(results: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """What an experiment consists of: tasks, each with the records that it leaves behind.
 
 A record is a dict that JSON can hold. All have "experiment", "task", "name", "d", "rows" and "status"; those of timings
-also "k", "what", "calls", "mean", "deviation", "median", "quantiles" and "readings", in seconds for one call.
+also "k", "what", "calls", "mean", "deviation", "median", "quantiles" and "readings", in seconds for one call. Where the
+status is "wrong" or "failed", "note" says why.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fasth.device import first_line
 from fasth.reproduce import counts, memory
-from fasth.reproduce.methods import Method
+from fasth.reproduce.methods import Case, Method
 from fasth.reproduce.timing import Progress, measure
 from fasth.timing import Timing
 
@@ -69,20 +71,26 @@ class InTurns:
         return sum(1 + entry.rows * (entry.d / 512) ** 2 / 32 for entry in self.entries)
 
     def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
-        dtype = getattr(torch, settings.dtype)
         chosen, cases = [], []
         for entry in self.entries:
             status, note = _excuse(entry, before, settings.time_limit)
+            if not status:
+                try:
+                    cases.append(_built(entry, settings))
+                    chosen.append(entry)
+                except Exception as error:  # one that cannot be used here should not end the run
+                    status, note = "failed", first_line(error)
             if status:
                 yield from (_record(entry, Timing(entry.method.name, what, status, note)) for what in self.what)
-            else:
-                generator = torch.Generator().manual_seed(entry.d)
-                chosen.append(entry)
-                cases.append(entry.method.build(entry.d, entry.rows, dtype, settings.device, generator))
         rounds = self.rounds or settings.rounds
         timings = measure(cases, what=self.what, rounds=rounds, time_limit=settings.time_limit, progress=progress)
         for i, timing in enumerate(timings):
             yield _record(chosen[i // len(self.what)], timing)
+
+
+def _built(entry: Entry, settings: Settings) -> Case:
+    generator = torch.Generator().manual_seed(entry.d)
+    return entry.method.build(entry.d, entry.rows, getattr(torch, settings.dtype), settings.device, generator)
 
 
 def _excuse(entry: Entry, before: Sequence[Record], time_limit: float) -> tuple[str, str]:
@@ -142,8 +150,7 @@ class PeakMemory:
         threads = torch.get_num_threads()
         found = memory.peaks(names, self.d, self.rows, settings.dtype, settings.device, threads)
         for name, peak in found.items():
-            status = "ok" if peak is not None else "not measured"
-            yield {"name": name, "d": self.d, "rows": self.rows, "status": status, "bytes": peak}
+            yield {"name": name, "d": self.d, "rows": self.rows, **peak._asdict()}
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class Counting:
 
     d: int
     rows: int
-    methods: Sequence[tuple[Method, Callable[..., counts.Count]]]
+    methods: Sequence[tuple[Method, Callable[..., counts.Count | None]]]  # None: no such path at this size
 
     @property
     def label(self) -> str:
@@ -165,12 +172,20 @@ class Counting:
     def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
         for i, (method, count) in enumerate(self.methods):
             progress(i, len(self.methods), f"counting {method.name}")
-            found = count(method, self.d, self.rows, getattr(torch, settings.dtype))
+            status, note, found = "ok", "", counts.Count()
+            try:
+                counted = count(method, self.d, self.rows, getattr(torch, settings.dtype))
+                if counted is None:
+                    continue
+                found = counted
+            except Exception as error:
+                status, note = "failed", first_line(error)
             yield {
                 "name": method.name,
                 "d": self.d,
                 "rows": self.rows,
-                "status": "ok",
+                "status": status,
+                "note": note,
                 "launches": found.launches,
                 "depth": found.depth,
                 "operations": found.operations,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fasth
-from fasth.environment import describe
+from fasth import device as devices
 from fasth.reproduce.methods import Case
 from fasth.timing import Call, Timing, Turn, take_turns
 
@@ -72,7 +70,8 @@ def measure(
 ) -> list[Timing]:
     """Verifies every case, then times them in turns: one reading of each in every round.
 
-    Taking turns, the methods meet the same noise of the machine. A wrong one is marked and not timed.
+    Taking turns, the methods meet the same noise of the machine. A wrong one is marked and not timed, and one that
+    raises an error is marked too: the others go on.
 
     Args:
         cases: what to time, at any sizes.
@@ -97,7 +96,7 @@ def measure(
 
 def _measure(
     cases: Sequence[Case],
-    faults: Sequence[str],
+    faults: Sequence[tuple[str, str]],
     way: str,
     rounds: int,
     min_time: float,
@@ -105,21 +104,41 @@ def _measure(
     advance: Callable[[str], None],
 ) -> list[Timing]:
     turns = []
-    for case, fault in zip(cases, faults, strict=True):
-        timing = Timing(case.name, way, "wrong" if fault else "ok", fault)
+    for case, (status, note) in zip(cases, faults, strict=True):
+        timing = Timing(case.name, way, status, note)
         call: Call = case.step if way in ("step", "single") else case.forward
-        turns.append(Turn(timing, call, case.gradient.device, 0.0 if way == "single" else min_time, time_limit))
+        turns.append(_Guarded(timing, call, case.gradient.device, 0.0 if way == "single" else min_time, time_limit))
     with fasth.cached() if way == "inference" else nullcontext():
         take_turns(turns, rounds, advance)
     return [turn.timing for turn in turns]
 
 
-def _fault(case: Case, references: _References) -> str:
+class _Guarded(Turn):
+    """The turn of a method that may fail, on a GPU of too little memory for one: that is marked, and not raised."""
+
+    def warm_up(self) -> None:
+        self._attempt(super().warm_up)
+
+    def take(self) -> None:
+        self._attempt(super().take)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.timing.status, self.timing.note = "failed", devices.first_line(error)
+            self.timing.readings.clear()
+
+
+def _fault(case: Case, references: _References) -> tuple[str, str]:
+    """The status of a case, and what there is to say of it."""
     try:
         verify(case, references.of(case))
     except WrongAnswer as error:
-        return str(error)
-    return ""
+        return "wrong", str(error)
+    except Exception as error:
+        return "failed", devices.first_line(error)
+    return "ok", ""
 
 
 class _References:
@@ -158,18 +177,6 @@ _COMPARED = ("geotorch", "torch-householder", "nflows")
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """The machine, the core and the versions, to stand beside the numbers."""
-    found = describe()
-    compared = {name: version for name in _COMPARED if (version := _version(name))}
-    return {
-        **found,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        "versions": {**found["versions"], **compared},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = devices.environment(device)
+    compared = {name: version for name in _COMPARED if (version := devices.version(name))}
+    return {**found, "versions": {**found["versions"], **compared}}
