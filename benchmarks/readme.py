@@ -1,7 +1,8 @@
 """Puts what was measured into the README, between two lines each: bench:start and bench:end, the tables of ``make
 bench``; reproduce:start and reproduce:end, the figures and headline numbers of ``fasth reproduce``; study:start and
 study:end, the first table of ``make study``. Its other tables go into docs/training.md, those of ``make flow`` into
-docs/flows.md, and those of ``make recurrent`` and of recurrent.py beside this file into docs/recurrent.md, likewise.
+docs/flows.md, those of ``make recurrent`` and of recurrent.py beside this file into docs/recurrent.md, and the counts
+of ``fasth reproduce``, gpu_resources.py's and gpu_estimates.py's tables into docs/gpu.md, likewise.
 
 Run: make readme, or python benchmarks/readme.py --help
 """
@@ -20,7 +21,7 @@ from tables import machine, tables
 from fasth import files
 from fasth.reproduce.study import experiments, runner
 from fasth.reproduce.study import tables as study_tables
-from fasth.reproduce.tables import headlines, markdown
+from fasth.reproduce.tables import counts, headlines, markdown
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
@@ -42,6 +43,8 @@ def main() -> int:
     parser.add_argument("--training", type=Path, default=HERE.parent / "docs" / "training.md")
     parser.add_argument("--flows", type=Path, default=HERE.parent / "docs" / "flows.md")
     parser.add_argument("--remembering", type=Path, default=HERE.parent / "docs" / "recurrent.md")
+    parser.add_argument("--gpu", type=Path, default=HERE / "gpu", help="make gpu-resources' folder")
+    parser.add_argument("--devices", type=Path, default=HERE.parent / "docs" / "gpu.md")
     options = parser.parse_args()
     blocks = {"bench": of_bench(json.loads(options.results.read_text(encoding="utf-8")))}
     if (options.reproduction / "results.json").exists():
@@ -53,13 +56,17 @@ def main() -> int:
         pages[options.training] = {f"study {name}": block for name, block in study.items()}
     if (options.flow / "tables.md").exists():
         pages[options.flows] = {"flow": (options.flow / "tables.md").read_text(encoding="utf-8").strip()}
-    files_of = {name: options.recurrent / f"{name}.md" for name in ("tables", "speed")}
-    pages[options.remembering] = {
-        f"recurrent {name}": path.read_text(encoding="utf-8").strip()
-        for name, path in files_of.items()
-        if path.exists()
-    }
+    pages[options.remembering] = written(options.recurrent, "recurrent", "tables", "speed")
+    pages[options.devices] = written(options.gpu, "gpu", "resources", "estimates")
+    if (options.reproduction / "results.json").exists():
+        pages[options.devices]["gpu counts"] = of_counts(options.reproduction)
     return max(update(page, blocks, options.check) for page, blocks in pages.items())
+
+
+def written(folder: Path, page: str, *names: str) -> dict[str, str]:
+    """The tables that stand in files of these names, by that of their place in the page."""
+    paths = {name: folder / f"{name}.md" for name in names}
+    return {f"{page} {name}": path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.exists()}
 
 
 def update(page: Path, blocks: dict[str, str], check: bool) -> int:
@@ -100,6 +107,11 @@ def of_study(folder: Path) -> dict[str, str]:
     where = machine({"environment": environment, "settings": {"dtype": "float32"}})
     made = f"Made by `make study` on: {where}; images: {environment['images']}."
     return {name: markdown(table) for name, table in found.items()} | {"machine": made}
+
+
+def of_counts(folder: Path) -> str:
+    table = counts(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+    return f"{markdown(table)}\n\n{table.note}"
 
 
 def of_reproduction(folder: Path, beside: Path) -> str:
