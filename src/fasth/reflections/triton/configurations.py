@@ -19,7 +19,7 @@ SWEEP_WARPS: dict[int, tuple[int, ...]] = {
     2048: (16,),
 }
 # Registers that a thread of the sweep may take on NVIDIA's GPUs. Left alone, their assembler prefers to spill a few.
-SWEEP_REGISTERS = {1024: 255}
+SWEEP_REGISTERS = {128: 168, 1024: 255}
 DEFAULT_REGISTERS = 128
 FACTORS_WARPS = 4
 GRADIENT_WARPS = 8  # 4 spill on sm_75
