@@ -13,7 +13,7 @@ from torch import Tensor
 import fasth
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.functional import FORMS, reflect
-from fasth.reflections import precision
+from fasth.reflections import backends, precision
 from fasth.reflections.backends import TORCH, TRITON, backend_for, counting_kernels
 from fasth.reproduce.counts import observed
 
@@ -145,6 +145,37 @@ def test_fake_cuda_tensors_reach_the_operators(stored: torch.dtype) -> None:
     assert {t.device.type for t in (out, T, dx, dV, y, *saved, *found)} == {"cuda"}
     assert (out.dtype, dV.dtype, y.dtype, T.dtype, inner.dtype) == (stored,) * 3 + (torch.float32,) * 2
     assert [tuple(t.shape) for t in found] == [(5, 40), (40, 40), (40,), (0,), (40,)]
+
+
+def test_kernels_that_cannot_be_launched_leave_the_work_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton needs a C compiler at the first launch, and not every machine with a GPU has one."""
+    pytest.importorskip("triton", reason="Triton has no build for this system")
+    from fasth.reflections.triton import launch
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(launch, "factored", fails)
+    backends._can_launch.cache_clear()
+    with pytest.warns(RuntimeWarning, match="PyTorch's products are used .*Failed to find C compiler"):
+        assert not backends._can_launch(torch.device("cpu"))
+    assert not backends._can_launch(torch.device("cpu"))  # it warns once
+    backends._can_launch.cache_clear()
+
+
+def test_an_inherited_setting_stays_inherited() -> None:
+    """What ``torch.backends.fp32_precision`` says of all products is not made a setting of matrix products alone."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    everywhere = torch.backends.fp32_precision
+    try:
+        matmul.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
+        with precision.ieee_products(OnAGPU()):  # type: ignore[arg-type]
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision, matmul.fp32_precision = everywhere, before
 
 
 class OnAGPU:

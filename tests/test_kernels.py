@@ -211,6 +211,13 @@ def test_many_batches() -> None:
     assert_all_close(with_gradients(fasth.householder, x, V), with_gradients(from_definition, x, V), V)
 
 
+def test_numbers_that_are_stored_negated() -> None:
+    """The imaginary part of a conjugate is a view with a bit that says so; its memory has the other sign."""
+    x, V = torch.randn(3, 9), torch.randn(9, 9, dtype=torch.complex64).conj().imag
+    assert V.is_neg()
+    torch.testing.assert_close(reflect(x, V, "compact"), reflect(x, V.resolve_neg(), "compact"))
+
+
 def test_double_backward_and_batched_gradients_take_pytorch() -> None:
     x, V = Problem("", (3, 6), (6, 6)).draw(torch.float32, "cpu")
     out = fasth.householder(x, V)

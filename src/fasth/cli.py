@@ -123,7 +123,7 @@ def _lines(found: dict[str, Any]) -> dict[str, Any]:
         **found["versions"],
         "eager CPU work": _path(found["core"], found["kernels"]),
         "GPU work": _gpu_path(found["kernels"]),
-        "GPU": found["gpu_name"] or "none that torch sees",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees",
         "levels built": ", ".join(found["levels"]["built"]) or "none",
         "levels of this machine": ", ".join(found["levels"]["machine"]),
         "OpenMP": {True: "yes", False: "no, the core runs on one thread", None: "no core in use"}[found["openmp"]],

@@ -34,7 +34,6 @@ def describe() -> dict[str, Any]:
         "core": core.isa if core else "off" if built else "not built",
         "openmp": core.openmp if core else None,
         "levels": {"built": built, "machine": list(core_module.LEVELS[: highest + 1])},
-        "gpu_name": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernels": backends.kernels_setting(),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "threads": torch.get_num_threads(),

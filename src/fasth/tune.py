@@ -67,9 +67,12 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     times = _by_block_size(V, rows, by_products, default)
     best = min(times, key=lambda k: times[k])
     best = best if times[best] < _GAIN * times[default] else default
-    warps, kernel_rows = _kernels(V, rows, best) if backend == TRITON else (0, 0)
     by_rule = {triangular: crossover_by_rule(d, d, triangular) for triangular in (False, True)}
     crossover = _crossover(V, best, by_products, by_rule[True])
+    warps = kernel_rows = 0
+    if backend == TRITON:
+        warps = _warps(V, rows, best)
+        kernel_rows, crossover = _limits(V, best, warps) if warps else (0, crossover)
     name, core = tuning_file.machine(device.type)
     entry = tuning_file.Entry(
         machine=name,
@@ -103,48 +106,62 @@ def _by_block_size(V: Tensor, rows: int, backend: str, default: int) -> dict[int
     return {k: medians[str(k)] for k in sizes}
 
 
-def _kernels(V: Tensor, rows: int, k: int) -> tuple[int, int]:
-    """The best number of warps, and up to how many rows the kernels are faster than blocks of k; 0 rows if never.
+def _warps(V: Tensor, rows: int, k: int) -> int:
+    """The best number of warps for the kernels; 0 if their answer is not that of the blocks.
 
-    Only a number of warps whose answer is that of the blocks is timed: a compiler may be wrong for one GPU.
+    A compiler may be wrong for one GPU. Layers launch the default number, so that has to be right, too.
     """
     d = len(V)
     if d > LONGEST:
-        return 0, 0
-    choices = [
-        w for w in SWEEP_WARPS[columns_held(d)] if _agrees(V, rows, _applied(V, k, TRITON, w), _applied(V, k, TORCH))
-    ]
-    if not choices:
+        return 0
+    default, *others = SWEEP_WARPS[columns_held(d)]
+    blocks = _applied(V, k, TORCH)
+    if not _agrees(V, rows, _applied(V, k, TRITON, default), blocks):
         warnings.warn(
-            f"the Triton kernels give another answer than PyTorch for d = {d} here, and are not used; "
-            "`fasth check` writes a report to send",
+            f"the Triton kernels give another answer than PyTorch for d = {d} here; FASTH_BACKEND=torch does without "
+            "them, and `fasth check` writes a report to send",
             RuntimeWarning,
             stacklevel=3,
         )
-        return 0, 0
-    of = _medians(
-        {str(w): _step(V, rows, _applied(V, k, TRITON, w)) for w in choices}, V.device, rounds=7, time_limit=0.03
-    )
-    warps = min(choices, key=lambda w: of[str(w)])
-    last = 0
-    for number in (2**i for i in range(_MOST_KERNEL_ROWS.bit_length())):
-        if gpu_model.state_bytes(number, d, d) > gpu_model.MOST_STATES:
-            break
+        return 0
+    choices = [default, *(w for w in others if _agrees(V, rows, _applied(V, k, TRITON, w), blocks))]
+    calls = {str(w): _step(V, rows, _applied(V, k, TRITON, w)) for w in choices}
+    of = _medians(calls, V.device, rounds=7, time_limit=0.03)
+    return min(choices, key=lambda w: of[str(w)])
+
+
+def _limits(V: Tensor, k: int, warps: int) -> tuple[int, int]:
+    """Up to how many rows the kernels are faster than blocks of k, and from how many on forming Q is faster than both.
+
+    Rows are doubled until Q is formed, or the kernels would take too much memory.
+    """
+    d = len(V)
+    eye = torch.eye(d, dtype=V.dtype, device=V.device)
+    apply, of_identity = _applied(V, k, TRITON, warps), _applied(V, k, TRITON, warps, of_identity=True)
+    kernel_rows, number = 0, 1
+    while number <= _MOST_KERNEL_ROWS and gpu_model.state_bytes(number, d, d) <= gpu_model.MOST_STATES:
         calls = {
-            "kernels": _step(V, number, _applied(V, k, TRITON, warps)),
             "blocks": _step(V, number, _applied(V, k, TORCH)),
+            "formed": _step(V, number, lambda x: x @ of_identity(eye)),
         }
-        of = _medians(calls, V.device, rounds=5, time_limit=0.03)
-        if of["kernels"] > of["blocks"]:
+        if kernel_rows == number // 2:  # they were the faster ones so far
+            calls["kernels"] = _step(V, number, apply)
+        of = {"kernels": math.inf, **_medians(calls, V.device, rounds=5, time_limit=0.03)}
+        if of["formed"] < min(of["kernels"], of["blocks"]):
             break
-        last = number
-    return warps, last
+        if of["kernels"] <= of["blocks"]:
+            kernel_rows = number
+        number *= 2
+    return kernel_rows, number
 
 
 def _agrees(V: Tensor, rows: int, one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> bool:
-    """Whether both make the same output and gradients of the same rows, to rounding."""
-    pairs = zip(_step(V, rows, one)(), _step(V, rows, other)(), strict=True)
-    limit = 64 * math.sqrt(len(V)) * torch.finfo(V.dtype).eps
+    """Whether both make the same output and gradients of the same rows, to rounding. What cannot be run does not."""
+    try:
+        pairs = list(zip(_step(V, rows, one)(), _step(V, rows, other)(), strict=True))
+    except Exception:  # Triton has errors of its own
+        return False
+    limit = 64 * math.sqrt(len(V)) * torch.finfo(torch.float32).eps + 8 * torch.finfo(V.dtype).eps
     return all(torch.dist(a.double(), b.double()) <= limit * b.double().norm() for a, b in pairs)
 
 
@@ -172,14 +189,14 @@ def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
     return math.ceil(min(max(rows, d + 1), 4 * by_rule))
 
 
-def _applied(V: Tensor, k: int, backend: str, warps: int = 0) -> Callable[[Tensor], Tensor]:
+def _applied(V: Tensor, k: int, backend: str, warps: int = 0, of_identity: bool = False) -> Callable[[Tensor], Tensor]:
     where = Where(V.device.type, V.dtype)
 
     def apply(x: Tensor) -> Tensor:
         save = (
             SAVE_T if backend == TRITON else plan_householder(len(x), len(V), len(V), False, k, (True, True), where)[1]
         )
-        return Householder.apply(x, V, Options(False, TRIANGULAR, k, save, backend, warps=warps))
+        return Householder.apply(x, V, Options(False, TRIANGULAR, k, save, backend, of_identity, warps))
 
     return apply
 

@@ -5,6 +5,8 @@ Asking does not import Triton. It is imported with ``reflections.triton.launch``
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -59,7 +61,29 @@ def _kernels_take(tensors: list[Tensor]) -> bool:
         return False
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
-    return _counting or not (private.dispatch_mode_active() or is_tracing())
+    if _counting:
+        return True
+    if private.dispatch_mode_active() or is_tracing() or any(t.is_neg() for t in tensors):  # numbers stored negated
+        return False
+    return _forced or _can_launch(device)
+
+
+@functools.cache
+def _can_launch(device: torch.device) -> bool:
+    """Whether a first launch succeeds. Triton needs a C compiler for it, which not every machine with a GPU has."""
+    try:
+        from fasth.reflections.triton import launch
+
+        launch.factored(torch.ones(1, 1, device=device), 0)
+    except Exception as error:
+        warnings.warn(
+            f"the Triton kernels cannot be launched, and PyTorch's products are used ({error!r}); "
+            "FASTH_BACKEND=torch says so from the start",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def has_memory(t: Tensor) -> bool:

@@ -151,7 +151,9 @@ def kernels_pay(rows: int, r: int, d: int, triangular: bool, where: Where) -> bo
     if d > LONGEST or kernels_forced():
         return d <= LONGEST
     found = _tuned(d, where)
-    return rows <= (_kernel_rows(r, d, triangular) if found is None or r != d else found.kernel_rows)
+    if found is not None and (r == d or not found.warps):  # no warps: their answer was wrong
+        return rows <= found.kernel_rows
+    return rows <= _kernel_rows(r, d, triangular)
 
 
 def kernels_save(rows: int, r: int, d: int, full: bool, needs: tuple[bool, bool], where: Where) -> bool:
@@ -263,4 +265,5 @@ def _tuned(d: int, where: Where) -> tuning_file.Entry | None:
         return None
     table = tuning_file.table()
     dtype = str(where.dtype).removeprefix("torch.")
-    return table.get((where.device, torch.get_num_threads(), dtype, d)) if table else None
+    threads = torch.get_num_threads() if where.device == "cpu" else 0
+    return table.get((where.device, threads, dtype, d)) if table else None

@@ -16,12 +16,12 @@ from torch.compiler import is_compiling
 
 _lock = threading.Lock()
 _inside = 0  # how many threads are computing
-_setting = ""  # the user's
+_suspended = ""  # the user's setting while they do, if it has to be restored
 
 
 def tf32_allowed(t: Tensor) -> bool:
     """Whether the user lets products of float32 matrices be TF32, and the tensor's GPU has it."""
-    allowed = t.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    allowed = t.is_cuda and (bool(_suspended) or torch.backends.cuda.matmul.fp32_precision == "tf32")
     return allowed and torch.version.hip is None and torch.cuda.get_device_capability(t.device) >= (8, 0)
 
 
@@ -34,18 +34,19 @@ def ieee_products(t: Tensor) -> Iterator[None]:
     if not t.is_cuda or is_compiling():
         yield
         return
-    global _inside, _setting
+    global _inside, _suspended
     matmul = torch.backends.cuda.matmul
     with _lock:
-        if not _inside:
-            _setting = matmul.fp32_precision
-            if _setting == "tf32":
-                matmul.fp32_precision = "ieee"
+        if not _inside and matmul.fp32_precision == "tf32":
+            matmul.fp32_precision = "none"
+            _suspended = "none" if matmul.fp32_precision == "tf32" else "tf32"  # "none": inherited from torch.backends
+            matmul.fp32_precision = "ieee"
         _inside += 1
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
-            if not _inside and _setting == "tf32":
-                matmul.fp32_precision = _setting
+            if not _inside and _suspended:
+                matmul.fp32_precision = _suspended
+                _suspended = ""

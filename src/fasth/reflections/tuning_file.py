@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        return self.device, self.threads, self.dtype, self.d
+        return self.device, self.threads if self.device == "cpu" else 0, self.dtype, self.d
 
 
 def folder() -> Path:

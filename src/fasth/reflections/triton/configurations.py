@@ -1,4 +1,4 @@
-"""The sizes that the kernels are compiled with. Each compiles without spills: ``tests/test_triton_compiled.py``."""
+"""The sizes that the kernels are compiled with. Each compiles without spills: ``tests/test_kernels_compiled.py``."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def gradient(
     TRANSPOSE: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr, DIAGONAL: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """∂V of GROUP reflections and BD columns: N Y − Zᵀ g − Rᵀ O, divided by the scale, one program each.
+    """∂V of GROUP reflections and BD columns: N Y − Zᵀ g − Rᵀ O, times the scale of each, one program each.
 
     Z: (B, 2m, known) holds R above −Z, STATES: (B, groups, 2m, d) g above O. Reflectors beyond the ``used`` ones, and
     what stands left of a diagonal, have a zero gradient; where two sides are SHARED, only what is right of the diagonal

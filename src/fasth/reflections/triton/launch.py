@@ -155,7 +155,7 @@ def svd_linear_backward(
     of_U, of_V = _sides(U, V, kind, (T_U, scale_U, T_V, scale_V))
     n, m = of_U.V.shape[-1], of_V.V.shape[-1]
     scaling = _sigma(U, sigma, V, kind, min(n, m))
-    rows = _rows(g, of_U.V[0])
+    rows, inner, product = _rows(g, of_U.V[0]), inner.contiguous(), product.contiguous()
     train_U, train_V = needs_U and len(of_U.V[0]) > 0, (needs_U if V is None else needs_V) and len(of_V.V[0]) > 0
     g_inner = rows.new_empty(1, rows.shape[1], scaling.k, dtype=torch.float32)
     dx = rows.new_empty(1, rows.shape[1], m)
