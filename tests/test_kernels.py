@@ -216,6 +216,10 @@ def test_numbers_that_are_stored_negated() -> None:
     x, V = torch.randn(3, 9), torch.randn(9, 9, dtype=torch.complex64).conj().imag
     assert V.is_neg()
     torch.testing.assert_close(reflect(x, V, "compact"), reflect(x, V.resolve_neg(), "compact"))
+    g = torch._neg_view(torch.randn(3, 9))  # contiguous, so nothing copies it
+    V = torch.randn(9, 9, requires_grad=True)
+    gradients = [torch.autograd.grad(fasth.householder(x, V), V, t)[0] for t in (g, g.resolve_neg())]
+    torch.testing.assert_close(*gradients)
 
 
 def test_double_backward_and_batched_gradients_take_pytorch() -> None:

@@ -78,7 +78,7 @@ def _can_launch(device: torch.device) -> bool:
     except Exception as error:
         warnings.warn(
             f"the Triton kernels cannot be launched, and PyTorch's products are used ({error!r}); "
-            "FASTH_BACKEND=torch says so from the start",
+            "with FASTH_BACKEND=torch they are not tried",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -87,8 +87,8 @@ def _can_launch(device: torch.device) -> bool:
 
 
 def has_memory(t: Tensor) -> bool:
-    """Whether the numbers of a tensor are in memory of its own. Those of a tensor in a transform are not."""
-    if type(t) is not Tensor:
+    """Whether the numbers of a tensor are in memory of its own, and not negated. In a transform they are not."""
+    if type(t) is not Tensor or t.is_neg():
         return False
     try:
         t.data_ptr()
