@@ -318,6 +318,31 @@ def test_many_of_a_kind_are_named_once(caplog):
     assert caplog.messages == [f"to_svd left alone\n  1 and 11 more (Bilinear): it is none of {kinds}"]
 
 
+class Words(nn.Module):
+    """What a language model holds besides its layers: tables that nothing is multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.bags = nn.EmbeddingBag(10, 4)
+        self.positions = nn.Parameter(torch.zeros(1, 7, 4))
+        self.norm = nn.LayerNorm((7, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 10)
+
+
+def test_tables_of_words_and_positions_are_not_logged(caplog):
+    to_svd(Words())
+    kinds = "Linear, Conv1d, Conv2d, RNN, LSTM, GRU"
+    assert caplog.messages == [
+        f"to_svd left alone\n  attention (MultiheadAttention): it is none of {kinds}"
+        "\n  attention.out_proj (NonDynamicallyQuantizableLinear): a subclass of Linear may compute something else"
+    ]
+    report: list[Conversion] = []
+    to_svd(Words(), report=report)
+    assert {c.name for c in report} == {"", "words", "bags", "norm", "attention", "attention.out_proj", "head"}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_layers_are_left_alone():
     quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})

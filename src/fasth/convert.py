@@ -61,8 +61,8 @@ def to_svd(
         rank: how many singular values each Linear and Conv layer has, at most; by default all. Fewer make the weight
             the nearest of that rank, and the layer r·(n + m) parameters, for a weight of shape (n, m). Recurrent
             layers are converted as without it, and layers that are SVDs already stay as they are: see ``compress``.
-        report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, what was
-            left alone is logged, as a warning of the logger "fasth".
+        report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, layers
+            that multiply by a weight and were left alone are logged, as a warning of the logger "fasth".
 
     Returns:
         The converted model. If anything fails, ``model`` is as it was. Costs an SVD of each weight.
@@ -172,9 +172,33 @@ def compress(
 def _finish(plan: Plan, conversions: list[Conversion], name: str, report: list[Conversion] | None) -> nn.Module:
     if report is not None:
         report.extend(conversions)
-    elif left := [c for c in conversions if c.after is None and c.reason != FILTERED]:
+        return plan.model
+    left = [
+        conversion
+        for module, conversion in zip(plan.reasons, conversions, strict=True)
+        if conversion.after is None and conversion.reason != FILTERED and _is_expected(module)
+    ]
+    if left:
         logger.warning("%s left alone%s", name, _listed(left))
     return plan.model
+
+
+def _is_expected(module: nn.Module) -> bool:
+    """Whether one could expect it to be converted: it multiplies by a weight. Tables of words or positions do not."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Norm" in type(module).__name__:
+        return False
+    matrices = [name for name, parameter in parameters_of(module) if is_lazy(parameter) or parameter.ndim >= 2]
+    parametrized = list(module.parametrizations) if is_parametrized(module) else []  # type: ignore[arg-type]
+    return (
+        isinstance(module, Factored)
+        or _is_packed(module)
+        or any("weight" in name for name in (*matrices, *parametrized))
+    )
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether it is a quantized layer, whose weight is a method."""
+    return callable(getattr(type(module), "weight", None))
 
 
 def _listed(conversions: Iterable[Conversion]) -> str:
@@ -261,7 +285,7 @@ def _why_not_tensors(parameters: list[nn.Parameter]) -> str:
 def _holds_matrix(module: nn.Module) -> bool:
     return (
         is_parametrized(module)
-        or callable(getattr(type(module), "weight", None))  # a quantized layer, which holds it packed
+        or _is_packed(module)
         or any(is_lazy(parameter) or parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
     )
 
