@@ -82,10 +82,10 @@ struct SavedTensors {
     }
     // In backward the number of threads may be another, so the forward pass leaves a mark where that decided.
     template <class T> void mark_rows(bool row_major) const {
-        if (row_major && A.here() && blocks) Saved<T>::mark(factors.data<T>(), K) = -T(0);
+        if (row_major && A.here() && factors.numel() > 0) Saved<T>::mark(factors.data<T>(), K) = -T(0);
     }
     template <class T> bool rows_marked() const {
-        return A.here() && blocks && std::signbit(Saved<T>::mark(factors.data<T>(), K));
+        return A.here() && factors.numel() > 0 && std::signbit(Saved<T>::mark(factors.data<T>(), K));
     }
     template <class T> void take(nb::handle factors_, nb::handle Z_, nb::handle A_, Index batch) {
         const auto tensor = [&](nb::handle object, Index count, Index rows, Index columns) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_all_private_names_are_in_one_file() -> None:
     }
     names = {name for path, name in found if path == "private.py"}
     assert {path for path, _ in found} == {"private.py"}, found
-    assert len(names) <= 5, names  # of the library; hooks of a module count as one, and so do those of a tensor
+    assert len(names) <= 6, names  # of the library; hooks of a module count as one, and so do those of a tensor
 
 
 def test_transforms_are_noticed() -> None:
@@ -79,3 +80,11 @@ def test_hooks_are_counted(register) -> None:
     assert private.number_of_hooks(layer) == 0
     register(layer)
     assert private.number_of_hooks(layer) == 1
+
+
+def test_a_shallow_copy_has_load_hooks_of_its_own() -> None:
+    layer, seen = fasth.LinearSVD(2, 2), []
+    layer.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    other = copy.copy(layer)
+    other.load_state_dict(layer.state_dict())
+    assert seen == [other]

@@ -492,3 +492,15 @@ def test_a_pruned_layer_does_not_take_a_dense_checkpoint() -> None:
     layer = prune.random_unstructured(LinearSVD(4, 4), "sigma", amount=1)
     with pytest.raises(RuntimeError, match="Missing key"):
         layer.load_state_dict(nn.Linear(4, 4).state_dict())
+
+
+@of_every(CASES)
+def test_a_shallow_copy_outlives_its_original(case: Case) -> None:
+    """The hook that converts checkpoints knows its layer by a weak reference, and a shallow copy has one of its own."""
+    layer, x = perturbed(case.make()), case.input()
+    other, state = copy.copy(layer), perturbed(case.make()).state_dict()
+    del layer
+    other.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(output(copy.deepcopy(other), x), output(other, x))
+        assert torch.equal(output(pickle.loads(pickle.dumps(other)), x), output(other, x))

@@ -5,6 +5,7 @@ tests/test_private.py fails when one of them goes away or changes its meaning.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ def transform_active() -> bool:
     first name ``torch.func`` would raise errors; without the second, forward mode would.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which in torch 2.10 is True in graphs of torch.compile as well.
+
+    This is the flag that it returns elsewhere. With the public question, those graphs would not call the core.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def dispatch_mode_active() -> bool:
@@ -49,3 +58,16 @@ def _is_list_of_hooks(name: str) -> bool:
 
 def _of_tensor(tensor: Tensor) -> dict[str, Any]:
     return {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+
+
+def take_over_load_hooks(copy: nn.Module) -> None:
+    """Makes hooks that run before a state_dict is loaded, which a shallow copy shares with its original, its own.
+
+    Such a hook has a weak reference to its module. Without these names a shallow copy would convert a checkpoint for
+    the original, and raise an error after that is gone.
+    """
+    hooks: dict[int, Any] = copy._load_state_dict_pre_hooks
+    copy._load_state_dict_pre_hooks = OrderedDict(
+        (key, type(hook)(hook.hook, copy) if getattr(hook, "with_module", False) else hook)
+        for key, hook in hooks.items()
+    )

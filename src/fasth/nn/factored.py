@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fasth import private
 from fasth.functional import DTYPES
 from fasth.nn.cache import Cache, state, weight_from
 
@@ -41,6 +42,11 @@ class Factored(nn.Module):
         super().__init__()
         self._cache = Cache()
         self.register_load_state_dict_pre_hook(_convert_state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy."""
+        super().__setstate__(state)
+        private.take_over_load_hooks(self)
 
     @property
     def weight(self) -> Tensor:
