@@ -36,8 +36,10 @@ def hidden_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> HiddenGrad
     While L is computed, these layers run one time step at a time. The gradients of parameters stay as they are.
 
     Example:
-        >>> found = hidden_gradients(model, lambda: F.cross_entropy(model(x), y))
-        >>> found.plot()
+        >>> rnn, x = fasth.RNNSVD(10, 64), torch.randn(100, 8, 10)
+        >>> found = hidden_gradients(rnn, lambda: rnn(x)[0][-1].square().sum())
+        >>> found[""].shape  # the layer is the model itself, so it has no name
+        torch.Size([100])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")

@@ -133,6 +133,7 @@ class OrthogonalWeight(_Weight):
         self.wide = n < m
 
     def forward(self, X: Tensor) -> Tensor:
+        """W, from its reflectors.  (*b, n, m) → (*b, n, m), in about 4·n·m·min(n, m) operations."""
         if 0 in X.shape:
             return X
         V = X if self.wide else X.mT
@@ -180,6 +181,7 @@ class SVDWeight(_Weight):
         return SVD.of_shared(reflectors, self.spectrum(sigma))
 
     def forward(self, reflectors: Tensor, sigma: Tensor) -> Tensor:
+        """W, from its factors.  (*b, n, m), (*b, min(n, m)) → (*b, n, m)."""
         if 0 in reflectors.shape:
             return reflectors
         svd = self.svd(reflectors, sigma)

@@ -21,7 +21,7 @@ def nuclear_norm(model: nn.Module) -> Tensor:
     out. The sum is in float32 at least.
 
     Example:
-        >>> model = fasth.to_svd(model)
+        >>> model, x, y = fasth.LinearSVD(64, 10), torch.randn(32, 64), torch.randint(10, (32,))
         >>> loss = F.cross_entropy(model(x), y) + 1e-3 * nuclear_norm(model)
     """
     weights = {tuple(map(id, weight.factors)): weight for weight in weights_of(model) if weight.trained}

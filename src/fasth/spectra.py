@@ -25,12 +25,10 @@ def spectra(model: nn.Module) -> Spectra:
     them. A layer of lower rank has its r values here, without the zeros.
 
     Example:
-        >>> print(spectra(nn.Sequential(LinearSVD(64, 64), nn.ReLU(), LinearOrthogonal(64, 10))))
+        >>> print(spectra(nn.Sequential(fasth.LinearSVD(64, 64), nn.ReLU(), fasth.LinearOrthogonal(64, 10))))
         layer  weight  largest  median  smallest  condition
         0      64×64         1       1         1          1
         2      10×64         1       1         1          1
-        >>> spectra(model).log(writer, step)  # a SummaryWriter of TensorBoard
-        >>> spectra(model).plot()
     """
     with torch.no_grad():
         return Spectra(list(_layers(model)))
@@ -142,9 +140,7 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
         for weight in _weights_of(module):
             # A parametrized tensor is known by the name that it has in its module.
             parts = [part for part in (*path.split("."), weight.name) if part not in ("", "parametrizations")]
-            sigma: Any = weight.singular_values
-            whole = sigma.full_tensor() if hasattr(sigma, "full_tensor") else sigma  # sharded over processes
-            yield weight._replace(name=".".join(parts), singular_values=whole)
+            yield weight._replace(name=".".join(parts), singular_values=_whole(weight.singular_values))
 
 
 def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
@@ -152,8 +148,16 @@ def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
         yield LayerSpectrum(name, shape, sigma.detach().abs().sort(-1, descending=True).values)
 
 
+def _whole(sigma: Any) -> Tensor:
+    """Gathered, if it is sharded over processes."""
+    return sigma.full_tensor() if hasattr(sigma, "full_tensor") else sigma
+
+
 def _weights_of(module: Any) -> Iterator[Weight]:
-    """Those of one module, by the names that they have in it."""
+    """Those of one module, by the names that they have in it.
+
+    sigma is gathered before it is mapped: torch 2.10 has no softplus of a sharded tensor.
+    """
     if isinstance(module, Recurrent):
         for name, factor_names in module._dense_names().items():
             sigma = module._sigma(module._place(name))
@@ -164,7 +168,7 @@ def _weights_of(module: Any) -> Iterator[Weight]:
         yield Weight("", shape, ones, False, _factors(module, module._factor_names))
     elif isinstance(module, (LinearSymmetric, SVDFactors)):
         shape = module._matrix_shape if isinstance(module, SVDFactors) else (module.out_features, module.in_features)
-        yield Weight("", shape, module.spectrum(module.sigma), True, _factors(module, module._factor_names))
+        yield Weight("", shape, module.spectrum(_whole(module.sigma)), True, _factors(module, module._factor_names))
     elif isinstance(module, ParametrizationList) and len(module) == 1:  # what others would do to it is not known
         weight, originals = (
             module[0],
@@ -176,7 +180,7 @@ def _weights_of(module: Any) -> Iterator[Weight]:
             yield Weight("", tuple(weight.shape), ones, False, (originals["original"],))
         elif isinstance(weight, SVDWeight):
             reflectors, raw = originals["original0"], originals["original1"]
-            yield Weight("", tuple(weight.shape), weight.spectrum(raw), True, (reflectors, raw))
+            yield Weight("", tuple(weight.shape), weight.spectrum(_whole(raw)), True, (reflectors, raw))
 
 
 def _factors(module: nn.Module, names: Sequence[str]) -> tuple[Tensor, ...]:

@@ -25,7 +25,8 @@ class Spectrum(ABC):
     bounded = False  # whether sigma has a bound below and one above
 
     @abstractmethod
-    def __call__(self, raw: Tensor) -> Tensor: ...
+    def __call__(self, raw: Tensor) -> Tensor:
+        """sigma = s(raw).  (*, k) → (*, k)."""
 
     @abstractmethod
     def inverse(self, sigma: Tensor) -> Tensor:

@@ -43,9 +43,11 @@ class SVDTransform(InvertibleModule):
     def forward(
         self, x_or_z: Iterable[Tensor], c: Any = None, rev: bool = False, jac: bool = True
     ) -> tuple[tuple[Tensor], Tensor]:
+        """(W x + bias,) and log |det W|; with ``rev`` (W⁻¹ (x − bias),) and −log |det W|."""
         (x,) = x_or_z
         y, logabsdet = inverse(self.layer, x) if rev else forward(self.layer, x)
         return (y,), logabsdet
 
     def output_dims(self, input_dims: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of the input."""
         return input_dims

@@ -50,4 +50,5 @@ class HouseholderTransform(ReflectorTransform):
         return reflect_each(y, self.V, transpose=True)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Zeros: (*), the shape of the batch."""
         return x.new_zeros(self.forward_shape(x.shape)[:-1])

@@ -37,7 +37,9 @@ class SVDTransform(Transform):
         self.layer = invertible(layer)
 
     def forward(self, inputs: Tensor, context: Any = None) -> tuple[Tensor, Tensor]:
+        """y = W x + bias and log |det W|.  x: (batch, d) → (batch, d) and (batch,)."""
         return forward(self.layer, inputs)
 
     def inverse(self, inputs: Tensor, context: Any = None) -> tuple[Tensor, Tensor]:
+        """x = W⁻¹ (y − bias) and −log |det W|.  y: (batch, d) → (batch, d) and (batch,)."""
         return inverse(self.layer, inputs)

@@ -37,7 +37,9 @@ class SVDTransform(Flow):
         self.layer = invertible(layer)
 
     def forward(self, z: Tensor, context: Any = None) -> tuple[Tensor, Tensor]:
+        """y = W z + bias and log |det W|.  z: (batch, d) → (batch, d) and (batch,)."""
         return forward(self.layer, z)
 
     def inverse(self, z: Tensor, context: Any = None) -> tuple[Tensor, Tensor]:
+        """W⁻¹ (z − bias) and −log |det W|.  z: (batch, d) → (batch, d) and (batch,)."""
         return inverse(self.layer, z)

@@ -68,6 +68,7 @@ class QRTransform(ReflectorTransform):
         return self._of_rows(self._solve, y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """positions · Σ log rᵢᵢ: (*), the shape of the batch.  O(c)."""
         shape, n = self.forward_shape(x.shape), self.event_dim
         logabsdet = self.R.diagonal(dim1=-2, dim2=-1).sum(-1)
         return (math.prod(shape[len(shape) - n + 1 :]) * logabsdet).expand(shape[:-n]).clone()

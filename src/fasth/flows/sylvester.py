@@ -85,6 +85,7 @@ class SylvesterTransform(ReflectorTransform):
         return x + self._embed(_times(self.R1, self._hidden(self._coordinates(x))))
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """log |det ∂y/∂x|: (*), the shape of the batch. Computes Qᵀx again: see ``call_and_ladj``."""
         self.forward_shape(x.shape)
         return self._logabsdet(self._hidden(self._coordinates(x)))
 

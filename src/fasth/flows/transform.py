@@ -30,7 +30,7 @@ class SVDTransform(Transform, nn.Module):
 
     Example:
         >>> base = torch.distributions.MultivariateNormal(torch.zeros(8), torch.eye(8))
-        >>> flow = SVDTransform(LinearSVD(8, 8, spectrum=fasth.spectrum.positive()))
+        >>> flow = SVDTransform(fasth.LinearSVD(8, 8, spectrum=fasth.spectrum.positive()))
         >>> torch.distributions.TransformedDistribution(base, [flow]).log_prob(torch.randn(5, 8)).shape
         torch.Size([5])
     """
@@ -52,6 +52,7 @@ class SVDTransform(Transform, nn.Module):
         return of_any_batch(self.layer.inverse, self.layer, y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """log |det ∂y/∂x| = Σ log |σ|, for each position of a convolution: (*), the shape of the batch.  O(d)."""
         return logabsdet(self.layer, x)
 
     # A Transform compares by identity, and is then not hashable; a module has to be.

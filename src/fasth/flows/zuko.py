@@ -37,4 +37,5 @@ class SVDTransform(LazyTransform):
         self.layer = invertible(layer)
 
     def forward(self, c: Any = None) -> transform.SVDTransform:
+        """The transform, whatever the context."""
         return transform.SVDTransform(self.layer)

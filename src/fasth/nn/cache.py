@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.compiler import is_exporting
 
-from fasth.private import transform_active
+from fasth.private import is_exporting, transform_active
 
 
 class _State:
@@ -49,7 +48,7 @@ def cached() -> Iterator[None]:
     In eager mode and under ``torch.compile``, on every device. Transforms of ``torch.func`` take no cached weight.
 
     Example:
-        >>> model = fasth.to_svd(model).eval()
+        >>> model, batches = fasth.LinearSVD(64, 10), torch.randn(5, 32, 64)
         >>> with torch.no_grad(), fasth.cached():
         ...     predictions = [model(x) for x in batches]
     """

@@ -69,6 +69,7 @@ class _ConvSVD(SVDFactors):
         self._reset_bias(self._fan_in)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The convolution of x with the kernel, plus the bias; shapes as in ``torch.nn``, with a batch or without."""
         check_tensor("x", x)
         padding: Any = self.padding
         if self.padding_mode != "zeros":

@@ -43,6 +43,7 @@ class _Linear(Factored):
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
+        """x Wᵀ + bias.  x: (*, in) → (*, out)."""
         check_tensor("x", x)
         if x.is_nested:
             return _of_nested(self.forward, x)

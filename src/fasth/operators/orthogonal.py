@@ -92,10 +92,12 @@ class Orthogonal(Matrix):
 
     @property
     def dtype(self) -> torch.dtype:
+        """That of the reflectors."""
         return self.V.dtype
 
     @property
     def device(self) -> torch.device:
+        """That of the reflectors."""
         return self.V.device
 
     @property

@@ -90,10 +90,12 @@ class SVD(Matrix):
 
     @property
     def dtype(self) -> torch.dtype:
+        """That of sigma and of the reflectors."""
         return self.sigma.dtype
 
     @property
     def device(self) -> torch.device:
+        """That of sigma and of the reflectors."""
         return self.sigma.device
 
     @property
@@ -102,6 +104,7 @@ class SVD(Matrix):
         return self._with(self.sigma, transposed=True)
 
     def dense(self) -> Tensor:
+        """W itself: (*b, n, m), differentiable. Costs at most as much as ``W @ X`` for min(n, m) columns."""
         if not self._is_one_product():
             return super().dense()
         if self._shared is not None:
