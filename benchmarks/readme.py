@@ -1,8 +1,6 @@
-"""Puts what was measured into the README, between two lines each: bench:start and bench:end, the tables of ``make
-bench``; reproduce:start and reproduce:end, the figures and headline numbers of ``fasth reproduce``; study:start and
-study:end, the first table of ``make study``. Its other tables go into docs/training.md, those of ``make flow`` into
-docs/flows.md, those of ``make recurrent`` and of recurrent.py beside this file into docs/recurrent.md, and the counts
-of ``fasth reproduce``, gpu_resources.py's and gpu_estimates.py's tables into docs/gpu.md, likewise.
+"""Puts what was measured into the pages of docs/, between two lines each, such as <!-- bench:start --> and
+<!-- bench:end -->. The tables of ``make bench`` and of ``fasth reproduce`` go into benchmarks.md, those of ``make
+study`` into training.md, and those that other commands left in files of Markdown beside this one where FILES says.
 
 Run: make readme, or python benchmarks/readme.py --help
 """
@@ -25,6 +23,15 @@ from fasth.reproduce.tables import counts, headlines, markdown
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
+# By page and place in it, what commands wrote as Markdown.
+FILES = {
+    "flows.md": {"flow": "flow/tables.md"},
+    "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
+    "gpu.md": {"gpu resources": "gpu/resources.md", "gpu estimates": "gpu/estimates.md"},
+    "spectra.md": {"spectra norms": "spectra/norms.md"},
+    "adapters.md": {"adapters": "adapters/table.md"},
+    "reliability.md": {"reliability fuzz": "reliability/fuzz.md", "reliability training": "reliability/training.md"},
+}
 
 
 class NoPlace(ValueError):
@@ -34,39 +41,24 @@ class NoPlace(ValueError):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    parser.add_argument("--results", type=Path, default=HERE / "results.json", help="what bench.py wrote")
-    parser.add_argument("--reproduction", type=Path, default=HERE / "reproduction", help="fasth reproduce's folder")
-    parser.add_argument("--study", type=Path, default=HERE / "study", help="make study's folder")
-    parser.add_argument("--flow", type=Path, default=HERE / "flow", help="make flow's folder")
-    parser.add_argument("--recurrent", type=Path, default=HERE / "recurrent", help="make recurrent's folder")
-    parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
-    parser.add_argument("--training", type=Path, default=HERE.parent / "docs" / "training.md")
-    parser.add_argument("--flows", type=Path, default=HERE.parent / "docs" / "flows.md")
-    parser.add_argument("--remembering", type=Path, default=HERE.parent / "docs" / "recurrent.md")
-    parser.add_argument("--gpu", type=Path, default=HERE / "gpu", help="make gpu-resources' folder")
-    parser.add_argument("--devices", type=Path, default=HERE.parent / "docs" / "gpu.md")
+    parser.add_argument("--measured", type=Path, default=HERE, help="the folder of what the commands wrote")
+    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="the folder of the pages")
     options = parser.parse_args()
-    blocks = {"bench": of_bench(json.loads(options.results.read_text(encoding="utf-8")))}
-    if (options.reproduction / "results.json").exists():
-        blocks["reproduce"] = of_reproduction(options.reproduction, options.readme.parent)
-    pages = {options.readme: blocks}
-    if (options.study / runner.FILE).exists():
-        study = of_study(options.study)
-        blocks["study"] = study.get("long", "")
-        pages[options.training] = {f"study {name}": block for name, block in study.items()}
-    if (options.flow / "tables.md").exists():
-        pages[options.flows] = {"flow": (options.flow / "tables.md").read_text(encoding="utf-8").strip()}
-    pages[options.remembering] = written(options.recurrent, "recurrent", "tables", "speed")
-    pages[options.devices] = written(options.gpu, "gpu", "resources", "estimates")
-    if (options.reproduction / "results.json").exists():
-        pages[options.devices]["gpu counts"] = of_counts(options.reproduction)
-    return max(update(page, blocks, options.check) for page, blocks in pages.items())
+    pages = {page: written(options.measured, places) for page, places in FILES.items()}
+    pages["benchmarks.md"] = {"bench": of_bench(json.loads((options.measured / "results.json").read_text("utf-8")))}
+    if (options.measured / "reproduction" / "results.json").exists():
+        found = json.loads((options.measured / "reproduction" / "results.json").read_text("utf-8"))
+        pages["benchmarks.md"]["reproduce"] = of_reproduction(found, options.measured / "reproduction", options.docs)
+        pages["gpu.md"]["gpu counts"] = of_counts(found)
+    if (options.measured / "study" / runner.FILE).exists():
+        pages["training.md"] = of_study(options.measured / "study")
+    return max(update(options.docs / page, blocks, options.check) for page, blocks in pages.items() if blocks)
 
 
-def written(folder: Path, page: str, *names: str) -> dict[str, str]:
-    """The tables that stand in files of these names, by that of their place in the page."""
-    paths = {name: folder / f"{name}.md" for name in names}
-    return {f"{page} {name}": path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.exists()}
+def written(folder: Path, places: dict[str, str]) -> dict[str, str]:
+    """What stands in those of the files that exist, by the name of its place."""
+    paths = {place: folder / path for place, path in places.items()}
+    return {place: path.read_text(encoding="utf-8").strip() for place, path in paths.items() if path.exists()}
 
 
 def update(page: Path, blocks: dict[str, str], check: bool) -> int:
@@ -101,28 +93,25 @@ def of_bench(measured: dict[str, Any]) -> str:
 
 
 def of_study(folder: Path) -> dict[str, str]:
-    """Its tables by name, and "machine"."""
+    """Its tables, and the machine, by place."""
     environment, *records = map(json.loads, (folder / runner.FILE).read_text(encoding="utf-8").splitlines())
     found = study_tables.tables(study_tables.Study(experiments.FULL, records))
     where = machine({"environment": environment, "settings": {"dtype": "float32"}})
     made = f"Made by `make study` on: {where}; images: {environment['images']}."
-    return {name: markdown(table) for name, table in found.items()} | {"machine": made}
+    return {f"study {name}": markdown(table) for name, table in found.items()} | {"study machine": made}
 
 
-def of_counts(folder: Path) -> str:
-    table = counts(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+def of_counts(found: dict[str, Any]) -> str:
+    table = counts(found)
     return f"{markdown(table)}\n\n{table.note}"
 
 
-def of_reproduction(folder: Path, beside: Path) -> str:
+def of_reproduction(found: dict[str, Any], folder: Path, docs: Path) -> str:
     """The headline numbers, two figures, and where the rest is."""
-    found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     table = headlines(found)
-    where = Path(os.path.relpath(folder, beside)).as_posix()
+    where = Path(os.path.relpath(folder, docs)).as_posix()
     pictures = [f"![{name}]({where}/{name}.png)" for name in SHOWN if (folder / f"{name}.png").exists()]
-    rest = (
-        f"Measured by `fasth reproduce` on: {machine(found)}. All figures and tables: [{where}]({where}/report.html)."
-    )
+    rest = f"Measured by `fasth reproduce` on: {machine(found)}. [All figures and tables]({where}/report.html)."
     return "\n\n".join([markdown(table), table.note, *pictures, rest])
 
 

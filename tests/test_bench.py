@@ -97,14 +97,12 @@ def test_growth_is_shown_and_its_size_is_in_no_mean(commands):
     assert table.rows[-1] == ["4096 relative to 1024", "", "0.50", "1.50"]
 
 
-def test_the_readme_is_filled_from_the_file_and_checked(commands, monkeypatch, tmp_path, capsys):
+def test_a_page_is_filled_from_the_file_and_checked(commands, monkeypatch, tmp_path, capsys):
     bench, readme = commands
-    measured, page = tmp_path / "results.json", tmp_path / "README.md"
-    run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured)
+    page = tmp_path / "benchmarks.md"
+    run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", tmp_path / "results.json")
     page.write_text("above\n<!-- bench:start -->\nformer\n<!-- bench:end -->\nbelow\n")
-    none = tmp_path / "none"
-    where = ["--results", measured, "--readme", page]
-    where += [part for name in ("reproduction", "study", "flow", "recurrent") for part in (f"--{name}", none)]
+    where = ["--measured", tmp_path, "--docs", tmp_path]
     assert run(readme, monkeypatch, "--check", *where) == 1
     assert "former" in page.read_text()
     assert run(readme, monkeypatch, *where) == 0
@@ -118,6 +116,10 @@ def test_the_readme_is_filled_from_the_file_and_checked(commands, monkeypatch, t
     page.write_text("no place for tables\n")
     assert run(readme, monkeypatch, *where) == 2
     assert "should have one line <!-- bench:start -->" in capsys.readouterr().err
+
+
+def test_the_pages_show_what_was_measured(commands, monkeypatch):
+    assert run(commands[1], monkeypatch, "--check") == 0
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -134,18 +136,19 @@ def test_the_library_does_not_import_the_experiments():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_readme_shows_the_reproduction(commands, monkeypatch, tmp_path):
+def test_the_reproduction_is_shown(commands, monkeypatch, tmp_path):
     bench, readme = commands
-    measured, page, folder = tmp_path / "results.json", tmp_path / "README.md", tmp_path / "a" / "folder"
-    run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured)
+    docs, measured = tmp_path / "docs", tmp_path / "measured"
+    docs.mkdir()
+    measured.mkdir()
+    run(bench, monkeypatch, "--quick", "--only", "layer", "--sizes", 4, "--out", measured / "results.json")
     grid = ["--only", "step", "--sizes", "4", "--repetitions", "1", "--threads", "1"]
-    assert main(["reproduce", *grid, "--out", str(folder)]) == 0
-    marks = [f"<!-- {name}:{end} -->" for name in ("bench", "reproduce") for end in ("start", "end")]
-    page.write_text("\n".join(marks))
-    where = ["--results", measured, "--readme", page, "--reproduction", folder]
-    where += [part for name in ("study", "flow", "recurrent") for part in (f"--{name}", tmp_path)]
-    assert run(readme, monkeypatch, *where) == 0
-    text = page.read_text()
+    assert main(["reproduce", *grid, "--out", str(measured / "reproduction")]) == 0
+    for page, names in {"benchmarks.md": ("bench", "reproduce"), "gpu.md": ("gpu counts",)}.items():
+        marks = [f"<!-- {name}:{end} -->" for name in names for end in ("start", "end")]
+        (docs / page).write_text("\n".join(marks))
+    assert run(readme, monkeypatch, "--measured", measured, "--docs", docs) == 0
+    text = (docs / "benchmarks.md").read_text()
     assert "| faster than the sequential algorithm, at most | 27.1 | " in text
-    assert "![figure-3a](a/folder/figure-3a.png)" in text and "figure-4" not in text
-    assert "[a/folder](a/folder/report.html)" in text
+    assert "![figure-3a](../measured/reproduction/figure-3a.png)" in text and "figure-4" not in text
+    assert "(../measured/reproduction/report.html)" in text
