@@ -97,8 +97,7 @@ def runs(grid: Grid, costs: Costs, only: Iterable[str] = NAMES) -> list[Run]:
 def timed(grid: Grid) -> list[tuple[Task, int, tuple[str, ...]]]:
     """The tasks, widths and methods whose steps are timed, in turns, before anything is trained."""
     compared = [(task, task.width, (PLAIN, SVD, ORTHOGONAL)) for task in grid.tasks]
-    peers = (PLAIN, *filter(methods.installed, grid.peers))
-    return [*compared, (MLP, PEERS_WIDTH, peers)]
+    return [*compared, (MLP, PEERS_WIDTH, (PLAIN, *grid.peers))]
 
 
 def _run(
@@ -157,7 +156,7 @@ def _low_rank(grid: Grid) -> list[Run]:
 def _peers(grid: Grid) -> list[Run]:
     return [
         _run(grid, MLP, method, lr, seed, width=PEERS_WIDTH)
-        for method in filter(methods.installed, grid.peers)
+        for method in grid.peers
         for lr in grid.fewer_rates
         for seed in range(grid.fewer_seeds)
     ]

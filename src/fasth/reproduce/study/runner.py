@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Generator
 from fasth import files
 from fasth.reproduce.pool import in_parallel
 from fasth.reproduce.study import experiments, training
-from fasth.reproduce.study.methods import PLAIN
+from fasth.reproduce.study.methods import PLAIN, installed
 from fasth.reproduce.study.tasks import Task
 from fasth.reproduce.study.training import Run
 
@@ -79,6 +80,7 @@ def key(run: Run) -> str:
 
 
 def run(grid: experiments.Grid, only: Sequence[str], results: Results, workers: int, console: Console) -> None:
+    grid = replace(grid, peers=[method for method in grid.peers if installed(method)])
     costs = measured_costs(grid, results, console)
     runs: dict[str, Run] = {}
     for one in experiments.runs(grid, costs, only):
