@@ -27,7 +27,7 @@ TOO_SLOW := (many and rows) or (more and rows) or 200 or 300 or 130 or 100x65
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.core ## train a digit classifier plain and with SVDs, and compare; ARGS=--quick
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -65,8 +65,9 @@ flow: $(VENV)/.stamp ## train flows whose channels are mixed by one linear map o
 recurrent: $(VENV)/.peers ## train recurrent nets to remember, to add and to see, and compare; ARGS=--quick
 	$(BIN)/python examples/recurrent.py --out $(if $(findstring --quick,$(ARGS)),build/recurrent-quick,benchmarks/recurrent) $(ARGS)
 
-readme: $(VENV)/.stamp ## put the last benchmark's tables into README.md; ARGS=--check only compares
+readme: $(VENV)/.stamp ## put what was measured last into docs/, and draw the README's picture; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python benchmarks/headline.py)
 
 docs: $(VENV)/.stamp ## build the documentation in build/docs, with warnings as errors, and check its links
 	rm -rf build/docs
@@ -175,11 +176,10 @@ clean: ## remove everything that was made here
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# Torch, the tools that build the core, and what the demo needs. An interrupted set-up leaves no stamp and starts afresh.
+# Torch, the tools that build the core, and what the demo needs. An interrupted set-up leaves no stamp, and goes on.
 $(VENV)/.base: pyproject.toml constraints.txt
 	@echo "Setting up .venv: torch, and what builds and shows fasth. This takes about a minute."
-	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@rm -f $@
+	@test -e $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --quiet $(TOOLS)
 	@$(PIP) install --quiet --no-build-isolation --config-settings=wheel.cmake=false --config-settings=wheel.py-api=py3 -e .[study]
 	@touch $@

@@ -181,7 +181,7 @@ template <class T> class FewRows {
             transpose<T>(K, K, {factor, K}, {own.N, K});
             factor = own.N;
         }
-        product<Result::set, T>(rows, K, {K, own.S, K, 1, {factor, K}}, {nullptr, 0}, {Z + first * K, K});
+        product<T>(Result::set, rows, K, {K, own.S, K, 1, {factor, K}}, {nullptr, 0}, {Z + first * K, K});
     }
     // after = rows − Z Y in one panel, on the columns that the block reaches.
     void update(Index q, Index from, Index to, const T *Z, T *after) {
@@ -189,8 +189,8 @@ template <class T> class FewRows {
         const Strided<const T> y = at.Y[q];
         const T *const before = own.current[q] + first * to;
         T *const place = after + first * to;
-        product<Result::subtract, T, widest_tile>(rows, to - from, {at.size, Z + first * K, K, 1, {y.data, y.row_stride}},
-                                                  {before + from, to}, {place + from, to});
+        product<T, widest_tile>(Result::subtract, rows, to - from, {at.size, Z + first * K, K, 1, {y.data, y.row_stride}},
+                                {before + from, to}, {place + from, to});
         if (from && before != place) copy<T>(rows, from, {before, to}, {place, to});
         own.current[q] = after;
     }

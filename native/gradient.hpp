@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "reflectors.hpp"
 
@@ -49,12 +48,12 @@ template <class T> class Gradient {
                                   {p.m, Z, 1, K, {g + from, to}},
                                   {p.m, R, 1, K, {after + from, to}}};
         const Piece piece = reflectors.piece(at.number, q);
-        const auto into = [&](auto result, Matrix<T> place) {
-            product<result(), T, 3, widest_tile>(at.size, to - from, terms, {place.data, place.row_stride}, place);
+        const auto into = [&](Result result, Matrix<T> place) {
+            product<T, widest_tile>(result, at.size, to - from, terms, {place.data, place.row_stride}, place);
         };
         if (dV.column_stride == 1 && reflectors.whole(at, q) && piece.width % p.packet == 0)
             return give({&dV(piece.row, piece.column), dV.row_stride}, into);
-        into(Constant<Result::negative>(), {own.scratch, p.panel});
+        into(Result::negative, {own.scratch, p.panel});
         for (Index j = 0; at.scaled && j < at.size; ++j)
             for (Index c = 0; c < to - from; ++c) own.scratch[j * p.panel + c] /= at.scale[j];
         store_scratch(piece);
@@ -69,11 +68,11 @@ template <class T> class Gradient {
                                   {p.m - first, g + start, along, down, {Z + first * K, K}},
                                   {p.m - first, after + start, along, down, {R + first * K, K}}};
         const Piece piece = reflectors.piece(at.number, q);
-        const auto into = [&](auto result, Matrix<T> place) {
-            product<result(), T>(piece.width, K, terms, {place.data, place.row_stride}, place);
+        const auto into = [&](Result result, Matrix<T> place) {
+            product<T>(result, piece.width, K, terms, {place.data, place.row_stride}, place);
         };
         if (dV.column_major() && reflectors.whole(at, q)) return give({&dV(piece.row, piece.column), dV.column_stride}, into);
-        into(Constant<Result::negative>(), {own.dY, K});
+        into(Result::negative, {own.dY, K});
         for (Index c = 0; at.scaled && !p.is_part && c < piece.width; ++c) // sums of parts are scaled when all are there
             for (Index j = 0; j < kb; ++j) own.dY[c * K + j] /= at.scale[j];
         if (dV.column_stride == 1)
@@ -82,14 +81,8 @@ template <class T> class Gradient {
             store_column_major(piece);
     }
     // into(how, place), straight into dV.
-    template <Result result> using Constant = std::integral_constant<Result, result>;
     template <class Into> void give(Matrix<T> place, const Into &into) const {
-        if (p.adds)
-            into(Constant<Result::subtract>(), place);
-        else if (streams())
-            into(Constant<Result::negative_streamed>(), place);
-        else
-            into(Constant<Result::negative>(), place);
+        into(p.adds ? Result::subtract : streams() ? Result::negative_streamed : Result::negative, place);
     }
 
     // own.dY into its place, where that is row-major.
@@ -174,7 +167,7 @@ template <class T> class Gradient {
     void antisymmetric_half(Index first, const T *Z, const T *R) const {
         FASTH_PHASE(antisymmetric);
         T *const N = own.N, *const Mt = own.N + K * K;
-        product<Result::set, T>(K, K, {p.m - first, Z + first * K, 1, K, {R + first * K, K}}, {nullptr, 0}, {N, K});
+        product<T>(Result::set, K, K, {p.m - first, Z + first * K, 1, K, {R + first * K, K}}, {nullptr, 0}, {N, K});
         transpose<T>(K, K, {N, K}, {Mt, K});
         for (Index i = 0; i < K; ++i)
             for (Index j = 0; j < K; ++j) {

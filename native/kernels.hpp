@@ -138,24 +138,16 @@ FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Accumul
     accumulate<0, columns>(term, row, column, from, to, sum);
 }
 
-// out = base ± the sum of the terms, for rows × (columns packets), all of it in registers.
-template <class T, int rows, int columns, Result result, int terms>
-inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base, Matrix<T> out) {
+// out = base ± sum, or ± sum, for one tile.
+template <Result result, class T, int rows, int columns>
+FASTH_INLINE void put(const Accumulators<T, rows, columns> &sum, Index row, Index column, Matrix<const T> base, Matrix<T> out) {
     using namespace Eigen::internal;
-    constexpr Index width = packet_size<T>;
-    Accumulators<T, rows, columns> sum;
-#pragma GCC unroll 16
-    for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; ++c) sum[i][c] = pset1<Packet<T>>(T(0));
-#pragma GCC unroll 3
-    for (const Term<T> &t : term) add_term<(terms > 1 && columns <= usual_tile)>(t, row, column, sum);
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
         for (int c = 0; c < columns; ++c) {
             auto value = sum[i][c];
-            const Index j = column + c * width;
+            const Index j = column + c * packet_size<T>;
             if constexpr (result == Result::negative || result == Result::negative_streamed) value = pnegate(value);
             if constexpr (result == Result::add) value = padd(ploadu<Packet<T>>(base.data + (row + i) * base.row_stride + j), value);
             if constexpr (result == Result::subtract)
@@ -168,32 +160,57 @@ inline void tile(const Term<T> (&term)[terms], Index row, Index column, Matrix<c
         }
 }
 
-template <class T, int columns, Result result, int terms, int rows = tile_rows(columns)>
-inline void tile_of(Index wanted, const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base, Matrix<T> out) {
-    if (wanted == rows) return tile<T, rows, columns, result>(term, row, column, base, out);
-    if constexpr (rows > 1) tile_of<T, columns, result, terms, rows - 1>(wanted, term, row, column, base, out);
+// out = base ± the sum of the terms, for rows × (columns packets), all of it in registers. The result is not a template's
+// argument: to compile the sums once for each takes twice the time.
+template <class T, int rows, int columns, int terms>
+FASTH_NEVER_INLINE void tile(Result result, const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base,
+                             Matrix<T> out) {
+    Accumulators<T, rows, columns> sum;
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; ++c) sum[i][c] = Eigen::internal::pset1<Packet<T>>(T(0));
+#pragma GCC unroll 3
+    for (int t = 0; t < terms; ++t)
+        t == 0 ? add_term<(terms > 1 && columns <= usual_tile)>(term[t], row, column, sum)
+               : add_term<false>(term[t], row, column, sum);
+    switch (result) {
+    case Result::set: return put<Result::set>(sum, row, column, base, out);
+    case Result::add: return put<Result::add>(sum, row, column, base, out);
+    case Result::subtract: return put<Result::subtract>(sum, row, column, base, out);
+    case Result::negative: return put<Result::negative>(sum, row, column, base, out);
+    case Result::negative_streamed: return put<Result::negative_streamed>(sum, row, column, base, out);
+    }
 }
 
-// out = base ± Σ left · right. The number of columns is a multiple of the packet size. A factor on the right may be triangular
-// if there are several terms and tiles are not wider than usual.
-template <Result result, class T, int terms, int tile_columns = usual_tile>
-void product(Index rows, Index columns, const Term<T> (&term)[terms], Matrix<const T> base, Matrix<T> out, Index column = 0) {
+template <class T, int columns, int terms, int rows = tile_rows(columns)>
+inline void tile_of(Index wanted, Result result, const Term<T> (&term)[terms], Index row, Index column, Matrix<const T> base,
+                    Matrix<T> out) {
+    if (wanted == rows) return tile<T, rows, columns>(result, term, row, column, base, out);
+    if constexpr (rows > 1) tile_of<T, columns, terms, rows - 1>(wanted, result, term, row, column, base, out);
+}
+
+// out = base ± Σ left · right. The number of columns is a multiple of the packet size. The first of several terms may have a
+// triangular factor on the right, if tiles are not wider than usual.
+template <class T, int tile_columns = usual_tile, int terms>
+void product(Result result, Index rows, Index columns, const Term<T> (&term)[terms], Matrix<const T> base, Matrix<T> out,
+             Index column = 0) {
     constexpr Index width = tile_columns * packet_size<T>;
     constexpr int most = tile_rows(tile_columns);
     const Index tiles = (rows + most - 1) / most, count = tiles ? rows / tiles : 0;
     for (; column + width <= columns; column += width)
         for (Index i = 0, longer = rows - tiles * count; i < rows; --longer) { // as even as can be
-            tile_of<T, tile_columns, result>(count + (longer > 0), term, i, column, base, out);
+            tile_of<T, tile_columns>(count + (longer > 0), result, term, i, column, base, out);
             i += count + (longer > 0);
         }
     if constexpr (tile_columns > 1)
-        if (column < columns) product<result, T, terms, tile_columns / 2>(rows, columns, term, base, out, column);
+        if (column < columns) product<T, tile_columns / 2>(result, rows, columns, term, base, out, column);
 }
 
-template <Result result, class T, int tile_columns = usual_tile>
-void product(Index rows, Index columns, const Term<T> &term, Matrix<const T> base, Matrix<T> out) {
+template <class T, int tile_columns = usual_tile>
+void product(Result result, Index rows, Index columns, const Term<T> &term, Matrix<const T> base, Matrix<T> out) {
     const Term<T> terms[1] = {term};
-    product<result, T, 1, tile_columns>(rows, columns, terms, base, out);
+    product<T, tile_columns>(result, rows, columns, terms, base, out);
 }
 
 // A square of packets, loaded from rows `stride` apart and transposed.

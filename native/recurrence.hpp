@@ -53,7 +53,7 @@ template <class T> class Panels {
     }
     // out = rows times columns `first` to `first` + width. Rows: (count, h), row-major, and so is out: (count, width).
     void multiply(Index count, const T *rows, Index first, T *out) const {
-        product<Result::set, T>(count, width, Term<T>{h, rows, h, 1, {memory + first * h, width}}, {nullptr, 0}, {out, width});
+        product<T>(Result::set, count, width, Term<T>{h, rows, h, 1, {memory + first * h, width}}, {nullptr, 0}, {out, width});
     }
 
   private:

@@ -193,9 +193,8 @@ template <class T> class Factors {
         const Matrix<const T> yt = transposed(q, from, to);
         for (Index j = 0; j < at.size; j += padding) {
             const Matrix<T> place{own.G + j * K + j, K};
-            product<Result::add, T>(std::min(padding, at.size - j), K - j,
-                                    {to - from, yt.data + j, 1, yt.row_stride, {yt.data + j, yt.row_stride}},
-                                    {place.data, K}, place);
+            product<T>(Result::add, std::min(padding, at.size - j), K - j,
+                       {to - from, yt.data + j, 1, yt.row_stride, {yt.data + j, yt.row_stride}}, {place.data, K}, place);
         }
     }
     // Yᵀ of the block in one panel from a column on, with K numbers in a row.
@@ -247,10 +246,10 @@ template <class T> class Factors {
             invert_square<T>({G + j * K + j, K}, diagonal, {rows + j, K});
             const Index right = j + padding, rest = K - right; // −T_jj B_j,rest T_rest,rest
             if (rest == 0) continue;
-            product<Result::set, T>(padding, rest, {rest, G + j * K + right, K, 1, {factor + right * K + right, K}},
-                                    {nullptr, 0}, {own.N, rest});
-            product<Result::negative, T>(padding, rest, {padding, rows + j, K, 1, {own.N, rest}, Shape::upper_left},
-                                         {nullptr, 0}, {rows + right, K});
+            product<T>(Result::set, padding, rest, {rest, G + j * K + right, K, 1, {factor + right * K + right, K}},
+                       {nullptr, 0}, {own.N, rest});
+            product<T>(Result::negative, padding, rest, {padding, rows + j, K, 1, {own.N, rest}, Shape::upper_left},
+                       {nullptr, 0}, {rows + right, K});
         }
     }
 };

@@ -172,7 +172,7 @@ template <class T> class Sweep {
                 if (of.sets == 2)
                     update(at, q, from, to, output_Zt(), output, output);
                 else if (of.runs_back)
-                    update<Result::add>(at, q, from, to, output_Zt(), output, output);
+                    update(at, q, from, to, output_Zt(), output, output, Result::add);
             };
         };
         const auto finish_block = [&](const Block<T> &at) {
@@ -332,20 +332,20 @@ template <class T> class Sweep {
         const Index first = p.first_row(at.number);
         for (int set = 0; set < sets; ++set, sum += K * stride) {
             const T *const rows = (set == 0 ? current(q) : own.rows[set] + q * p.panel_size()) + first;
-            product<Result::add, T>(at.size, lanes - first,
-                                    {to - from, y.data, y.row_stride, y.column_stride, {rows + from * stride, stride}},
-                                    {sum + first, stride}, {sum + first, stride});
+            product<T>(Result::add, at.size, lanes - first,
+                       {to - from, y.data, y.row_stride, y.column_stride, {rows + from * stride, stride}},
+                       {sum + first, stride}, {sum + first, stride});
         }
     }
     // after = rows − Yᵀ Zᵀ in one panel, or + if that is the result, on the columns that the block reaches.
-    template <Result result = Result::subtract>
-    void update(const Block<T> &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after) const {
+    void update(const Block<T> &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after,
+                Result result = Result::subtract) const {
         FASTH_PHASE(update);
         const Strided<const T> y = at.Y[q];
         const Index first = p.first_row(at.number), start = from * stride + first;
-        product<result, T>(to - from, lanes - first,
-                           {at.size, y.data, y.column_stride, y.row_stride, {Zt + first, stride}}, {rows + start, stride},
-                           {after + start, stride});
+        product<T>(result, to - from, lanes - first,
+                   {at.size, y.data, y.column_stride, y.row_stride, {Zt + first, stride}}, {rows + start, stride},
+                   {after + start, stride});
         if (from && after != rows) std::memcpy(after, rows, sizeof(T) * std::size_t(from * stride));
     }
     // Zᵀ = (S T)ᵀ if `upper`, else (S Tᵀ)ᵀ: (K, lanes), from the first row on that changes.
@@ -356,7 +356,7 @@ template <class T> class Sweep {
         const Matrix<const T> right{St + first, stride};
         const Term<T> term = upper ? Term<T>{K, factor, 1, K, right, Shape::lower_left}
                                    : Term<T>{K, factor, K, 1, right, Shape::upper_left};
-        product<Result::set, T>(K, lanes - first, term, {nullptr, 0}, {Zt + first, stride});
+        product<T>(Result::set, K, lanes - first, term, {nullptr, 0}, {Zt + first, stride});
     }
 };
 

@@ -45,11 +45,18 @@ inline PyObject *owned(PyObject *object) {
     return object;
 }
 inline PyObject *interned(const char *name) { return owned(PyUnicode_InternFromString(name)); }
+// By vectorcall: the shorter names for it are not in the stable ABI.
 inline nb::object call(PyObject *function, nb::handle argument) {
-    return nb::steal(owned(PyObject_CallOneArg(function, argument.ptr())));
+    PyObject *const arguments[] = {argument.ptr()};
+    return nb::steal(owned(PyObject_Vectorcall(function, arguments, 1, nullptr)));
 }
 inline nb::object call_method(nb::handle object, PyObject *name) {
-    return nb::steal(owned(PyObject_CallMethodNoArgs(object.ptr(), name)));
+    PyObject *const arguments[] = {object.ptr()};
+    return nb::steal(owned(PyObject_VectorcallMethod(name, arguments, 1, nullptr)));
+}
+inline nb::object call_method(nb::handle object, PyObject *name, nb::handle argument) {
+    PyObject *const arguments[] = {object.ptr(), argument.ptr()};
+    return nb::steal(owned(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
 }
 
 // A tensor, or None: then nothing but `here` and `data` may be asked for.
@@ -114,8 +121,8 @@ class Tensor {
         static PyObject *const method = interned("new_empty");
         nb::object shape = nb::steal(owned(PyTuple_New(dims())));
         for (int i = 0; i < dims(); ++i)
-            PyTuple_SET_ITEM(shape.ptr(), i, owned(PyLong_FromLongLong(i + 1 < dims() ? size(i) : last)));
-        return Tensor(nb::steal(owned(PyObject_CallMethodOneArg(object.ptr(), method, shape.ptr()))));
+            PyTuple_SetItem(shape.ptr(), i, owned(PyLong_FromLongLong(i + 1 < dims() ? size(i) : last)));
+        return Tensor(call_method(object, method, shape));
     }
     // A gradient comes and goes with every step. A large one has memory of the pool, as long as that has room for other
     // things besides.
