@@ -152,7 +152,7 @@ def _compile(launch: Launch, target: str) -> Any:
         constexprs={place[name]: value for name, value in launch.constants},
         attrs={place[name]: [["tt.divisibility", 16]] for name in launch.divisible},
     )
-    options = {"num_warps": launch.warps}
+    options = {"num_warps": launch.warps, "enable_fp_fusion": True}  # as they are launched
     if launch.most_registers and TARGETS[target][0] == "cuda":
         options["maxnreg"] = launch.most_registers
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
@@ -177,14 +177,15 @@ def resources(launch: Launch, target: str) -> Resources:
 
 
 def _assemble(ptx: str, target: str) -> str:
-    """What ptxas says of the code for one GPU."""
-    import triton
+    """What ptxas says of the code for one GPU. Triton has two of them, and picks one."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
     architecture = f"{target}a" if target == "sm_90" else target
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={architecture}", str(source), "-o", os.devnull]
+        ptxas = get_ptxas(TARGETS[target][1]).path
+        command = [ptxas, "-v", f"--gpu-name={architecture}", str(source), "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stderr + done.stdout
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
-from fasth.private import transform_active
+from fasth.private import is_exporting, transform_active
 from fasth.reflections import blocked
 from fasth.reflections.autograd import (
     Householder,

@@ -71,6 +71,7 @@ PROBLEMS = [
     Problem("batch of V, vector", (6,), (2, 3, 5, 6), 3),
     Problem("batches that broadcast", (2, 1, 4, 6), (3, 5, 6), 2),
     Problem("empty batch", (0, 4, 6), (0, 5, 6), 2),
+    Problem("empty batch of more rows", (0, 40, 23), (0, 12, 23)),
     Problem("zero reflectors", (5, 8), (8, 8), 3, of_V=zero_rows),
     Problem("all reflectors zero", (5, 8), (8, 8), 3, of_V=torch.zeros_like),
     Problem("repeated reflectors", (5, 8), (8, 8), 4, of_V=lambda V: V[:1].expand(8, 8).clone()),

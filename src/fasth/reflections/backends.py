@@ -60,7 +60,7 @@ def _kernels_take(tensors: list[Tensor]) -> bool:
     if any(t.dtype != dtype or t.device != device for t in tensors):
         return False
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return not private.is_exporting()
     if _counting:
         return True
     if private.dispatch_mode_active() or is_tracing() or any(t.is_neg() for t in tensors):  # numbers stored negated

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasth import private
+
 _WIDEST_MASKS = 32  # above, a product with masks would mostly multiply zeros
 _EXPONENT_BITS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
 
@@ -94,10 +96,12 @@ def _scale(V: Tensor) -> Tensor:
     largest = V[..., :1]
     if V.shape[1]:  # the meta device has no such norm of no rows
         largest = torch.linalg.vector_norm(V, torch.inf, -1, keepdim=True)
-    if torch.compiler.is_exporting():  # ONNX has no view of the bits
+    if private.is_exporting():  # ONNX has no view of the bits
         return torch.where(largest == 0, 1, largest)
-    integer, exponent = _EXPONENT_BITS[V.dtype]
     normal = largest.clamp_min(torch.finfo(V.dtype).tiny)
+    if private.transform_active():  # in torch 2.10 vmap has no rule for a view of the bits
+        return normal / (2 * torch.frexp(normal).mantissa)
+    integer, exponent = _EXPONENT_BITS[V.dtype]
     return (normal.view(integer) & exponent).view(V.dtype)
 
 

@@ -118,7 +118,7 @@ def core_for(*tensors: Tensor | None) -> Any:
     if compiled is None:
         return None
     if torch.compiler.is_compiling():
-        return compiled if not torch.compiler.is_exporting() and _traceable(tensors) else None
+        return compiled if not private.is_exporting() and _traceable(tensors) else None
     if private.dispatch_mode_active() or is_tracing():  # torch.jit.trace would record the results as constants
         return None
     return compiled if compiled.accepts(*tensors) else None
