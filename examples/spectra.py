@@ -3,7 +3,7 @@
 The network learns a function of few of its inputs. A free spectrum spreads, a bounded one stays within its bounds, and
 an orthogonal layer stays orthogonal; nothing is decomposed to see that.
 
-Run: python examples/spectra.py [--out docs/spectra.png] [--tensorboard DIR]
+Run: python examples/spectra.py [--out build/spectra.png] [--tensorboard DIR]
 """
 
 from __future__ import annotations
