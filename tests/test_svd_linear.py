@@ -173,6 +173,14 @@ def test_dense_without_reflectors_on_one_side(path: str, form: str, n: int, m: i
     assert_all_close(with_gradients(out, tensors), expected(tensors, form), n + m)
 
 
+@pytest.mark.parametrize("side", ["U", "V"])
+def test_dense_has_an_empty_gradient_of_no_reflectors(side: str) -> None:
+    factors = {"U": torch.randn(4, 4), "V": torch.randn(4, 4), side: torch.empty(0, 4, requires_grad=True)}
+    W = svd_dense(factors["U"], torch.ones(4), factors["V"], form="full")
+    (gradient,) = torch.autograd.grad(W.sum(), factors[side])
+    assert gradient.shape == (0, 4)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(path: str, form: str, device: str) -> None:
     for shape in SHAPES:

@@ -151,8 +151,8 @@ def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form:
         A, B = svd_thin(U, sigma, V, form=form)
         return B @ A
     if V is not None and 0 in (len(U), len(V)):
-        Q, other = (U, m) if len(U) else (V, n)
-        if other == k:  # W is some columns of Q, or of its transpose
+        Q, empty, other = (U, V, m) if len(U) else (V, U, n)
+        if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose
             columns = _scaled(_first_rows(Q, k, FORMS.index(form)), U, sigma, V, form)
             return columns.mT if Q is U else columns
     identity = torch.eye(min(n, m), dtype=U.dtype, device=U.device)
