@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fasth import files
 from fasth.reflections import gpu_model as model
-from fasth.reflections.heuristics import block_size_by_rule
+from fasth.reflections.plan import block_size_by_rule
 
 FILE = Path(__file__).parent / "gpu" / "estimates.md"
 SIZES = (64, 256, 512, 768, 1024, 2048)

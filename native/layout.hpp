@@ -8,8 +8,9 @@
 
 namespace fasth {
 
-// Compact: triangular, with a diagonal of ones that is not stored. With signs: its entry has the sign bit of its column.
-enum class Kind { full, triangular, compact, with_signs };
+// How reflectors are stored. Compact: triangular, with a diagonal of ones that is not stored; the sign bit of what is stored
+// there is the sign of a column of U Σ Vᵀ. FORMS in plan.py has the same order.
+enum class Form { full, triangular, compact };
 
 template <class T> struct Strided { // (rows, columns) of any strides
     T *data;
@@ -29,7 +30,7 @@ constexpr Index panel_for(Index d) { return d < 768 ? 32 : widest_panel; }
 template <class T> struct Problem {
     static constexpr Index packet = packet_size<T>;
     Index m, r, d; // rows of x, reflectors, their length
-    Kind kind;
+    Form form;
     bool transpose;
     Index k;     // reflections in a block
     Index panel; // columns in a panel
@@ -42,8 +43,8 @@ template <class T> struct Problem {
     Index first = 0;
     bool is_part = false, continues = false;
 
-    bool triangular() const { return kind != Kind::full; }
-    bool compact() const { return kind >= Kind::compact; }
+    bool triangular() const { return form != Form::full; }
+    bool compact() const { return form == Form::compact; }
     Index reflectors() const { return triangular() ? std::min(r, d) : r; } // the others are zero
     bool fills() const { return triangular() && !shares && !adds; } // zeros in the gradient where V has no entries
     Index blocks() const { return (reflectors() + k - 1) / k; }
@@ -101,12 +102,11 @@ struct Columns {
     }
 };
 
-// What is saved for backward: T of every block, (N, K, K); Z, (N, M, K); and the rows after every block but the one that acts
-// last, A: (N - 1, D, M). Any may be left out. Sizes are multiples of `padding`. An A of few rows has them row-major in panels.
-// Scales are not saved. A block that has some has −0 in the lower left corner of its T, and they are found again.
+// What is saved for backward: T of every block, (N, K, K), and the scales of its reflectors, (N, K); Z, (N, M, K); and the rows
+// after every block but the one that acts last, A: (N - 1, D, M). Any may be left out, the scales only with T. Sizes are
+// multiples of `padding`. An A of few rows has them row-major in panels.
 template <class T> struct Saved {
-    T *factors = nullptr, *Z = nullptr, *A = nullptr;
-    T *all_scales = nullptr; // (N, K) in the workspace, or nothing where all are 1
+    T *factors = nullptr, *all_scales = nullptr, *Z = nullptr, *A = nullptr;
     Index blocks = 0, K = 0, M = 0, D = 0;
 
     Saved() = default;
@@ -115,18 +115,14 @@ template <class T> struct Saved {
 
     Index factors_size() const { return blocks * K * K; }
     T *factor(Index block) const { return factors + block * K * K; }
-    T *scales(Index block) const { return all_scales ? all_scales + block * K : nullptr; }
-    T &corner(Index block) const { return factor(block)[(K - 1) * K]; }
-    // Likewise −0 above it in the first block, where the rows of A are row-major although they would fill a register.
-    static T &mark(T *factors, Index K) { return factors[(K - 2) * K]; }
-    bool is_scaled(Index block) const { return std::signbit(corner(block)); }
+    T *scales(Index block) const { return all_scales + block * K; }
     T *Z_of(Index block) const { return Z + block * M * K; }
     T *A_at(Index place) const { return A + place * D * M; }
 
     // The same for another matrix of the batch, and for the rows from one on.
     Saved of(Index b) const {
         Saved other = *this;
-        if (factors) other.factors += b * factors_size();
+        if (factors) other.factors += b * factors_size(), other.all_scales += b * blocks * K;
         if (Z) other.Z += b * blocks * M * K;
         if (A) other.A += b * (blocks - 1) * D * M;
         return other;

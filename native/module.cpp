@@ -40,12 +40,10 @@ NB_MODULE(FASTH_MODULE, m) {
     const auto any = nb::arg().none(); // or None
     m.def("connect", &connect);
     m.def("accepts", &accepts);
-    m.def("householder", &householder, some, some, some, some, some, some, some, nb::arg("of_identity") = false);
-    m.def("householder_backward", &householder_backward, some, any, some, any, any, any, some, some, some, some, some, some,
-          nb::arg("of_identity") = false);
-    m.def("svd_linear", &svd_linear, some, some, any, any, any, some, some, some, some);
-    m.def("svd_linear_backward", &svd_linear_backward, some, some, some, some, any, any, any, any, any, some, some, some, some,
-          some);
+    m.def("householder", &householder, some, some, some, some);
+    m.def("householder_backward", &householder_backward, some, any, some, some, some, some, some);
+    m.def("svd_linear", &svd_linear, some, some, any, any, any, some, some);
+    m.def("svd_linear_backward", &svd_linear_backward, some, any, some, any, any, some, some, some, some);
     m.def("recurrence", &recurrence, some, any, some, some, any, some, some, some);
     m.def("recurrence_backward", &recurrence_backward, some, any, some, some, some, some, some, some, some, some);
     nb::set_leak_warnings(false); // at exit, torch and Python unload in an order that no module can influence

@@ -45,7 +45,7 @@ template <class Work> double seconds(const Work &work, int repetitions) {
 int main(int argc, char **argv) {
     const Index m = 32, d = argc > 1 ? std::atol(argv[1]) : 512, k = argc > 4 ? std::atol(argv[4]) : 32;
     const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
-    const Kind kind = argc > 3 && argv[3][0] == 'f' ? Kind::full : Kind::triangular;
+    const Form form = argc > 3 && argv[3][0] == 'f' ? Form::full : Form::triangular;
     std::mt19937 generator(0);
     std::normal_distribution<float> normal;
     const auto draw = [&](Index n) {
@@ -54,10 +54,11 @@ int main(int argc, char **argv) {
         return v;
     };
     auto x = draw(m * d), V = draw(d * d), g = draw(m * d), out = draw(m * d), dx = draw(m * d), dV = draw(d * d);
-    Problem<float> p{m, d, d, kind, false, k, panel_for(d)};
+    Problem<float> p{m, d, d, form, false, k, panel_for(d)};
     p.has_A = m <= k;
     Saved<float> saved(p, d);
     saved.factors = draw(saved.factors_size());
+    saved.all_scales = draw(saved.blocks * saved.K);
     saved.Z = draw(saved.blocks * saved.M * saved.K);
     if (p.has_A) saved.A = draw(saved.blocks * saved.D * saved.M);
     const auto rows = [&](auto *data) { return Batch<std::remove_pointer_t<decltype(data)>>{data, 0, d, 1}; };

@@ -136,16 +136,6 @@ template <class T> class Factors {
         for (Index block = 0; block < p.blocks(); ++block)
             if (team.owns(block)) find(block, saved);
     }
-    // The same for the scales alone, where T is there.
-    void find_share_of_scales(const Team &team, const Saved<T> &saved) {
-        for (Index block = 0; block < p.blocks(); ++block) {
-            if (!team.owns(block)) continue;
-            std::fill_n(saved.scales(block), K, T(1));
-            if (!saved.is_scaled(block)) continue;
-            reflectors.prepare(at, block, nullptr);
-            find_scales(saved.scales(block));
-        }
-    }
 
   private:
     void find(Index block, const Saved<T> &saved) {
@@ -153,14 +143,12 @@ template <class T> class Factors {
         std::fill_n(scales, K, T(1));
         reflectors.prepare(at, block, nullptr);
         form_gram();
-        const bool scaled = !lengths_are_safe();
-        if (scaled) {
+        if (!lengths_are_safe()) {
             find_scales(scales);
             reflectors.prepare(at, block, scales);
             form_gram();
         }
         invert(saved.factor(block));
-        saved.corner(block) = scaled ? -T(0) : T(0);
     }
 
     // G = Y Yᵀ from the diagonal on, as inner products of rows where these are whole packets.

@@ -52,7 +52,6 @@ template <class T> void add_sum(const Problem<T> &p, Strided<T> sum, Strided<T> 
 // The gradient of V from that of the scaled reflectors, when the sum is complete: a summand may be too large for its type.
 template <class T> void scale_sum(const Problem<T> &p, const Saved<T> &saved, Strided<T> total, Team &team) {
     const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.compact()};
-    if (!saved.all_scales) return;
     const auto scale = [&](Index i) { return saved.scales(i / p.k)[i % p.k]; };
     bool scaled = false;
     for (Index i = 0; i < all.rows; ++i) scaled |= scale(i) != T(1);
@@ -159,10 +158,7 @@ template <class T, int products> struct Call {
             Saved<T> saved[products];
             Carver factors = memory.factors(batched ? number : 0);
             for (int i = 0; i < products; ++i) saved[i] = take_factors(product[i].saved.of(b), factors);
-            if (finds_T)
-                find_T(bench, b, saved, batched ? team : all);
-            else
-                find_scales(bench, b, saved, batched ? team : all);
+            if (finds_T) find_T(bench, b, saved, batched ? team : all);
             const Sums<T, products> sums = sums_of(number, b, memory);
             for (Index turn = 0; turn < s.parts; ++turn) {
                 if (!batched && !teams.owns(turn)) continue;
@@ -185,25 +181,12 @@ template <class T, int products> struct Call {
         }
     }
 
-    // With T, where it is not saved, and the scales in the workspace.
+    // With a place in the workspace for T and the scales, where they are not saved.
     static Saved<T> take_factors(Saved<T> saved, Carver &carver) {
-        if (!saved.factors) saved.factors = carver.take<T>(saved.factors_size());
+        if (saved.factors) return saved;
+        saved.factors = carver.take<T>(saved.factors_size());
         saved.all_scales = carver.take<T>(saved.blocks * saved.K);
         return saved;
-    }
-    template <class Bench> void find_scales(const Bench &bench, Index b, Saved<T> (&saved)[products], Team &team) const {
-        bool any = false; // the same for all members
-        for (Saved<T> &of : saved) {
-            bool scaled = false;
-            for (Index block = 0; block < of.blocks; ++block) scaled |= of.is_scaled(block);
-            if (!scaled) of.all_scales = nullptr;
-            any |= scaled;
-        }
-        if (!any) return;
-        for (int i = 0; i < products; ++i)
-            if (saved[i].all_scales)
-                Factors<T>(product[i].p, product[i].V[b], bench.own[i]).find_share_of_scales(team, saved[i]);
-        team.barrier();
     }
     template <class Bench> void find_T(const Bench &bench, Index b, const Saved<T> (&saved)[products], Team &team) const {
         for (int i = 0; i < products; ++i) {
@@ -215,7 +198,7 @@ template <class T, int products> struct Call {
         }
         team.barrier();
     }
-    // The sums of all teams, and zeros on the diagonal between the reflectors of U and of V.
+    // Adds up the sums of all teams, and fills in the diagonal of compact reflectors.
     void finish(const Schedule &s, Index b, const Saved<T> (&saved)[products], const Memory &memory, Team &all) const {
         const Sums<T, products> total = sums_of(0, b, memory);
         const auto is_own = [&](int i) { return total.dV[i].data && !product[i].p.adds; };
@@ -234,23 +217,24 @@ template <class T, int products> struct Call {
         }
         fill_diagonals(total, b, all);
     }
-    // Where the diagonal is not that of a reflector: zeros, or what keeps signs as they are.
+    // The gradient of the signs, on the diagonal of compact reflectors.
     void fill_diagonals(const Sums<T, products> &total, Index b, Team &team) const {
-        const bool shared = product[0].p.shares, has_signs = product[0].p.kind == Kind::with_signs;
-        if (!shared && !has_signs) return;
+        const bool shared = product[0].p.shares;
+        if (!product[0].p.compact()) return;
         if (!shared) team.barrier(); // after the zeros in the gradient
         for (int i = 0; i < (shared ? 1 : products); ++i)
             for (Index j = team.rank; total.dV[i].data && j < product[i].p.reflectors(); j += team.size)
-                total.dV[i](j, j) = has_signs ? sign_guard(product[i].V[b](j, j)) : T(0);
+                total.dV[i](j, j) = sign_guard(product[i].V[b](j, j));
     }
 };
 
 // x Qᵀ or x Q of a batch.
-template <class T> void forward(const Call<T, 1> &call, Batch<const T> x, Batch<T> out) {
+template <class T> void forward(const Call<T, 1> &call, Batch<const T> x, Batch<T> out, Batch<T> copy = {}) {
     call.run([&](auto &member, Index b, Index row, const auto &) {
         member[0].load(x[b].from_row(row));
         member[0].forward();
         member[0].store(out[b].from_row(row));
+        if (copy.data) member[0].store(copy[b].from_row(row));
     });
 }
 template <class T> void backward(const Call<T, 1> &call, Batch<const T> g, Batch<const T> out, Batch<T> dx) {
@@ -263,8 +247,8 @@ template <class T> void backward(const Call<T, 1> &call, Batch<const T> g, Batch
 
 // x Wᵀ with W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have
 // the same team, and a member the same columns, or rows, of both, so it needs no barrier between them.
-template <class T> struct SVDRows { // after each of the two products
-    Strided<T> inner, product;
+template <class T> struct SVDRows { // x Q_V and x Wᵀ, without the bias
+    Strided<T> inner, output;
 };
 template <class T>
 void forward(const Call<T, 2> &call, const Diagonal<T> &diagonal, Strided<const T> x, const T *bias, const SVDRows<T> &saved,
@@ -276,7 +260,7 @@ void forward(const Call<T, 2> &call, const Diagonal<T> &diagonal, Strided<const 
         second.load_scaled(first, diagonal);
         second.forward();
         if (saved.inner.data) first.store(saved.inner.from_row(row));
-        if (saved.product.data) second.store(saved.product.from_row(row));
+        if (saved.output.data) second.store(saved.output.from_row(row));
         if (bias) second.add(bias);
         second.store(out.from_row(row));
     });
@@ -290,7 +274,7 @@ void backward(const Call<T, 2> &call, const Diagonal<T> &diagonal, Strided<const
         T *const dsigma = sums.vectors[0], *const dbias = sums.vectors[1];
         second.load(g.from_row(row));
         if (dbias) second.sum_columns(g.from_row(row), dbias);
-        if (dU.data) second.load(saved.product.from_row(row), 1);
+        if (dU.data) second.load(saved.output.from_row(row), 1);
         second.backward({}, dU);
         if (dsigma || dV.data) first.load(saved.inner.from_row(row), 1);
         if (dsigma) first.gradient_of_sigma(second, diagonal, dsigma);

@@ -94,12 +94,12 @@ template <class T> struct Definition {
     bool transpose;
     Numbers<W> V; // (r, d), with all zeros and ones
 
-    Definition(Strided<const T> stored, Index r, Index d, Kind kind, bool transpose)
+    Definition(Strided<const T> stored, Index r, Index d, Form form, bool transpose)
         : r(r), d(d), transpose(transpose), V(std::size_t(r * d)) {
         for (Index i = 0; i < r; ++i)
             for (Index c = 0; c < d; ++c) {
-                const bool is_stored = kind == Kind::full || c > i || (c == i && kind == Kind::triangular);
-                V[std::size_t(i * d + c)] = is_stored ? W(stored(i, c)) : W(c == i && kind >= Kind::compact);
+                const bool is_stored = form == Form::full || c > i || (c == i && form == Form::triangular);
+                V[std::size_t(i * d + c)] = is_stored ? W(stored(i, c)) : W(c == i && form == Form::compact);
             }
     }
     const W *reflector(Index i) const { return V.data() + i * d; }
@@ -130,9 +130,9 @@ template <class T> struct Definition {
         }
     }
     // Only entries that are stored have a gradient.
-    void clear_gradient(Kind kind, Numbers<W> &dV) const {
-        for (Index i = 0; kind != Kind::full && i < r; ++i)
-            std::fill_n(dV.begin() + i * d, std::min(d, i + (kind >= Kind::compact)), W(0));
+    void clear_gradient(Form form, Numbers<W> &dV) const {
+        for (Index i = 0; form != Form::full && i < r; ++i)
+            std::fill_n(dV.begin() + i * d, std::min(d, i + (form == Form::compact)), W(0));
     }
     // A gradient of a reflector is a sum over rows of products of two rows over its length.
     Numbers<W> gradient_scale(W rows, W gradients) const {
@@ -147,14 +147,17 @@ template <class T> struct Definition {
 
 // Memory for what is saved for backward: nothing, T, Z too, A too, for 0 to 3.
 template <class T> struct SavedNumbers {
-    Numbers<T> factors, Z, A;
+    Numbers<T> factors, scales, Z, A;
     Saved<T> take(const Problem<T> &p, Index longest, Index batch, int save) {
         Saved<T> saved(p, longest);
         const auto make = [](Numbers<T> &numbers, Index count) {
             numbers = unwritten<T>(count + 1); // never empty, so that it has a place
             return numbers.data();
         };
-        if (save >= 1) saved.factors = make(factors, batch * saved.factors_size());
+        if (save >= 1) {
+            saved.factors = make(factors, batch * saved.factors_size());
+            saved.all_scales = make(scales, batch * saved.blocks * saved.K);
+        }
         if (save >= 2) saved.Z = make(Z, batch * saved.blocks * saved.M * saved.K);
         if (save >= 3) saved.A = make(A, batch * std::max<Index>(saved.blocks - 1, 0) * saved.D * saved.M);
         return saved;
@@ -188,12 +191,12 @@ const std::initializer_list<Shape1> householder_shapes = {
 template <class T> struct Householder {
     using W = Wide<T>;
     const Shape1 s;
-    const Kind kind;
+    const Form form;
     const bool transpose;
     Numbers<T> x, V, g;
     Numbers<W> out, dx, dV, dV_scale;
 
-    Householder(const Shape1 &s, Kind kind, bool transpose) : s(s), kind(kind), transpose(transpose) {
+    Householder(const Shape1 &s, Form form, bool transpose) : s(s), form(form), transpose(transpose) {
         Random random;
         x = random.draw<T>(s.batch * s.m * s.d), g = random.draw<T>(s.batch * s.m * s.d);
         V = random.draw<T>(s.batch * s.r * s.d, s.size);
@@ -203,13 +206,15 @@ template <class T> struct Householder {
         if (plant_error) x[0] += T(0.01), g[0] += T(0.01);
     }
     void define(Index b) {
-        const Definition<T> Q({V.data() + b * s.r * s.d, s.d, 1}, s.r, s.d, kind, transpose);
+        const Definition<T> Q({V.data() + b * s.r * s.d, s.d, 1}, s.r, s.d, form, transpose);
         Numbers<W> inputs(Q.V.size()), gradient(Q.V.size());
         for (Index i = b * s.m; i < (b + 1) * s.m; ++i) {
             Q.forward(out.data() + i * s.d, inputs.data());
             Q.backward(dx.data() + i * s.d, inputs.data(), gradient.data());
         }
-        Q.clear_gradient(kind, gradient);
+        Q.clear_gradient(form, gradient);
+        for (Index i = 0; form == Form::compact && i < std::min(s.r, s.d); ++i)
+            gradient[std::size_t(i * s.d + i)] = sign_guard(V[std::size_t((b * s.r + i) * s.d + i)]);
         dV.insert(dV.end(), gradient.begin(), gradient.end());
         const Numbers<W> scale = Q.gradient_scale(norm(out), norm(dx));
         dV_scale.insert(dV_scale.end(), scale.begin(), scale.end());
@@ -226,7 +231,7 @@ template <class T> struct Householder {
     template <class U> Batch<U> rows_of(U *data) const { return {data, s.m * s.d, s.d, 1}; }
 
     void run(bool column_major, int save, int threads, Report &report) const {
-        Problem<T> p{s.m, s.r, s.d, kind, transpose, s.k, panel_for(s.d)};
+        Problem<T> p{s.m, s.r, s.d, form, transpose, s.k, panel_for(s.d)};
         p.of_identity = s.of_identity;
         SavedNumbers<T> saved;
         const Numbers<T> V_stored = stored(V, column_major, false);
@@ -251,12 +256,12 @@ template <class T> struct Householder {
     }
 };
 
-template <class T> Report householder(Kind kind) {
+template <class T> Report householder(Form form) {
     Report report;
     for (const Shape1 &s : householder_shapes)
         for (const bool transpose : {false, true}) {
             if (s.of_identity && transpose) continue;
-            const Householder<T> problem(s, kind, transpose);
+            const Householder<T> problem(s, form, transpose);
             for (const bool column_major : {false, true})
                 for (const int save : {0, 1, 2, 3})
                     for (const int threads : {1, 3}) problem.run(column_major, save, threads, report);
@@ -276,15 +281,15 @@ const std::initializer_list<Shape2> svd_shapes = {
 template <class T> struct SVDLinear {
     using W = Wide<T>;
     const Shape2 s;
-    const Kind kind;
+    const Form form;
     const bool shared;
     const Index U_count, V_count; // of reflectors
     Numbers<T> x, U, V, sigma, bias, g;
     Numbers<W> out, dx, dU, dV, dsigma, dbias, dU_scale, dV_scale;
     W dsigma_scale, dbias_scale;
 
-    SVDLinear(const Shape2 &s, Kind kind, bool shared)
-        : s(s), kind(kind), shared(shared), U_count(shared ? s.m : s.r), V_count(shared ? s.n : s.r) {
+    SVDLinear(const Shape2 &s, Form form, bool shared)
+        : s(s), form(form), shared(shared), U_count(shared ? s.m : s.r), V_count(shared ? s.n : s.r) {
         Random random;
         x = random.draw<T>(s.rows * s.m), g = random.draw<T>(s.rows * s.n);
         sigma = random.draw<T>(s.count), bias = random.draw<T>(s.n);
@@ -300,13 +305,13 @@ template <class T> struct SVDLinear {
         return shared ? Strided<N>{data, 1, s.m} : Strided<N>{data, s.n, 1};
     }
     Diagonal<T> diagonal() const {
-        const bool has_signs = kind == Kind::with_signs;
-        return {sigma.data(), s.count, V_side(), U_side(), has_signs ? std::min(V_count, s.m) : 0,
-                has_signs && !shared ? std::min(U_count, s.n) : 0};
+        const bool compact = form == Form::compact;
+        return {sigma.data(), s.count, V_side(), U_side(), compact ? std::min(V_count, s.m) : 0,
+                compact && !shared ? std::min(U_count, s.n) : 0};
     }
 
     void define() {
-        const Definition<T> Q_V(V_side(), V_count, s.m, kind, true), Q_U(U_side(), U_count, s.n, kind, false);
+        const Definition<T> Q_V(V_side(), V_count, s.m, form, true), Q_U(U_side(), U_count, s.n, form, false);
         const Diagonal<T> between = diagonal();
         Numbers<W> V_inputs(Q_V.V.size()), U_inputs(Q_U.V.size()), gU(Q_U.V.size()), gV(Q_V.V.size()), inner, after;
         dsigma.assign(sigma.size(), 0), dbias.assign(bias.size(), 0);
@@ -332,8 +337,8 @@ template <class T> struct SVDLinear {
     }
     // The gradients as they are stored.
     void finish(const Definition<T> &Q_U, const Definition<T> &Q_V, Numbers<W> &gU, Numbers<W> &gV, W size) {
-        Q_U.clear_gradient(kind, gU), Q_V.clear_gradient(kind, gV);
-        if (kind == Kind::with_signs) {
+        Q_U.clear_gradient(form, gU), Q_V.clear_gradient(form, gV);
+        if (form == Form::compact) {
             for (Index i = 0; i < std::min(V_count, s.m); ++i) gV[std::size_t(i * s.m + i)] = sign_guard(V_side()(i, i));
             for (Index i = 0; !shared && i < std::min(U_count, s.n); ++i)
                 gU[std::size_t(i * s.n + i)] = sign_guard(U_side()(i, i));
@@ -351,8 +356,8 @@ template <class T> struct SVDLinear {
 
     void run(int save, int threads, Report &report) const {
         const Index longest = std::max(s.n, s.m);
-        Problem<T> v{s.rows, V_count, s.m, kind, true, s.k, panel_for(longest)};
-        Problem<T> u{s.rows, U_count, s.n, kind, false, s.k, panel_for(longest)};
+        Problem<T> v{s.rows, V_count, s.m, form, true, s.k, panel_for(longest)};
+        Problem<T> u{s.rows, U_count, s.n, form, false, s.k, panel_for(longest)};
         v.shares = u.shares = shared;
         SavedNumbers<T> saved[2];
         const auto matrix = [](auto of) {
@@ -388,10 +393,10 @@ template <class T> struct SVDLinear {
     }
 };
 
-template <class T> Report svd_linear(Kind kind, bool shared) {
+template <class T> Report svd_linear(Form form, bool shared) {
     Report report;
     for (const Shape2 &s : svd_shapes) {
-        const SVDLinear<T> problem(s, kind, shared);
+        const SVDLinear<T> problem(s, form, shared);
         for (const int save : {0, 1, 2, 3})
             for (const int threads : {1, 3}) problem.run(save, threads, report);
     }
@@ -502,12 +507,11 @@ template <class T> int run_all() {
         failed += report.failures > 0;
     };
     const char *const names[] = {"full", "triangular", "compact", "compact with signs"};
-    for (const Kind kind : {Kind::full, Kind::triangular, Kind::compact})
-        print(householder<T>(kind), std::string("householder, ") + names[int(kind)]);
-    for (const Kind kind : {Kind::full, Kind::triangular, Kind::compact, Kind::with_signs})
-        print(svd_linear<T>(kind, false), std::string("svd_linear, ") + names[int(kind)]);
-    for (const Kind kind : {Kind::compact, Kind::with_signs})
-        print(svd_linear<T>(kind, true), std::string("svd_linear, one matrix, ") + names[int(kind)]);
+    for (const Form form : {Form::full, Form::triangular, Form::compact})
+        print(householder<T>(form), std::string("householder, ") + names[int(form)]);
+    for (const Form form : {Form::full, Form::triangular, Form::compact})
+        print(svd_linear<T>(form, false), std::string("svd_linear, ") + names[int(form)]);
+    print(svd_linear<T>(Form::compact, true), "svd_linear, one matrix, compact");
     print(recurrence<T, Activation::tanh>(), "recurrence, tanh");
     print(recurrence<T, Activation::relu>(), "recurrence, relu");
     print(recurrence<T, Activation::modrelu>(), "recurrence, modrelu");

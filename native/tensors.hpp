@@ -6,6 +6,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <string>
 
 #include "kernels.hpp"
 #include "pool.hpp"
@@ -101,6 +102,11 @@ class Tensor {
     template <class T> bool of() const { return view.dtype.code == floating && view.dtype.bits == 8 * sizeof(T); }
     // Whether the core can read it. Zeros that are not stored have no memory, nor has a tensor once it was freed.
     bool on_cpu() const { return view.device.device_type == int(nb::device::cpu::value); }
+    std::string type_name() const { // "float32 on the CPU"
+        const int code = view.dtype.code, bits = view.dtype.bits;
+        const char *const kind = code == floating ? "float" : code == 4 ? "bfloat" : code == 5 ? "complex" : "int";
+        return kind + std::to_string(bits) + (on_cpu() ? " on the CPU" : " on another device");
+    }
     bool has_memory() const { return view.data != nullptr || numel() == 0; }
     template <class T> T *data() const {
         return here() && view.data ? reinterpret_cast<T *>(static_cast<char *>(view.data) + view.byte_offset) : nullptr;

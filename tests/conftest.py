@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fasth import functional
-from fasth.reflections import backends, core
+from fasth.reflections import core, plan
 
 # New examples on every run at home; the same ones where a run decides whether a change goes in.
 settings.register_profile("ci", derandomize=True)
@@ -33,7 +32,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
 
 
-KERNELS = backends.kernels_setting() == "cpu"  # this process interprets the Triton kernels
+KERNELS = plan.kernels_setting() == "cpu"  # this process interprets the Triton kernels
 collect_ignore = [] if KERNELS else ["test_kernels.py"]
 if KERNELS:
     import numpy
@@ -81,8 +80,6 @@ def seeded() -> None:
 @pytest.fixture
 def nothing_remembered():
     """Plans that are made in the test, and forgotten after it."""
-    functional._remembered_options.cache_clear()
-    functional._remembered_svd_options.cache_clear()
+    plan.forget_plans()
     yield
-    functional._remembered_options.cache_clear()
-    functional._remembered_svd_options.cache_clear()
+    plan.forget_plans()

@@ -15,8 +15,8 @@ from fasth import spectrum
 from fasth.functional import householder, svd_linear
 from fasth.problems import with_gradients
 from fasth.reflections import core
-from fasth.reflections.heuristics import SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z
-from fasth.reflections.library import COMPACT, FULL, SIGNED, TRIANGULAR
+from fasth.reflections.plan import SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z
+from fasth.reflections.plan import COMPACT, FULL, SIGNED, TRIANGULAR
 
 has_core = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
 

@@ -19,7 +19,7 @@ from fasth.problems import (
     gradient_of,
     with_gradients,
 )
-from fasth.reflections import heuristics
+from fasth.reflections import plan as heuristics
 
 by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 pytestmark = pytest.mark.usefixtures("path")

@@ -14,7 +14,7 @@ import fasth
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.functional import FORMS, reflect
 from fasth.reflections import backends, precision
-from fasth.reflections.backends import TORCH, TRITON, backend_for, counting_kernels
+from fasth.reflections.plan import TORCH, TRITON, backend_for, counting_kernels
 from fasth.reproduce.counts import observed
 
 SIZES = [64, 100, 768, 1024, 2048]
@@ -122,7 +122,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
 sys.modules["triton"] = None
 import torch, fasth
-from fasth.reflections.backends import backend_for, kernels_setting
+from fasth.reflections.plan import backend_for, kernels_setting
 print(kernels_setting(), backend_for(torch.ones(1)), fasth.LinearSVD(3, 3)(torch.ones(2, 3)).shape)
 """
     assert script(code).startswith("not installed core") or not fasth.reflections.core.available_levels()

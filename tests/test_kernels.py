@@ -24,7 +24,7 @@ from fasth.cli import main
 from fasth.functional import reflect, svd_linear
 from fasth.problems import PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
 from fasth.reflections import backends, heuristics
-from fasth.reflections.backends import TRITON, backend_for
+from fasth.reflections.plan import TRITON, backend_for
 from fasth.reflections.triton import launch
 from fasth.twins import orthogonality, perturbed
 

@@ -9,7 +9,7 @@ from torch.func import jvp, vmap
 from fasth import householder
 from fasth.problems import DIRECTIONS, assert_all_close, from_definition, nearly_parallel, with_gradients, zero_rows
 from fasth.reflections import blocked, definition
-from fasth.reflections.heuristics import block_size_by_rule
+from fasth.reflections.plan import block_size_by_rule
 from fasth.reproduce.counts import count
 from fasth.reproduce.methods import COMPACT, FULL, TRIANGULAR
 

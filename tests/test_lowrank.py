@@ -20,7 +20,7 @@ from fasth import cached, spectrum
 from fasth.convert import Conversion, compress, to_dense, to_svd
 from fasth.functional import svd_linear
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
-from fasth.reflections import heuristics
+from fasth.reflections import plan as heuristics
 from fasth.twins import definition_weight, orthogonality, perturbed
 
 SIZES = [(6, 6, 1), (6, 6, 5), (9, 4, 2), (4, 9, 3), (70, 33, 20), (130, 140, 33)]  # in, out, rank

@@ -48,7 +48,7 @@ SHAPES = [
     Shape((200,), 90, 70),
     Shape((300,), 40, 70),  # W is formed
 ]
-FORMS = ["compact", "signed", "shared", "full", "triangular"]
+FORMS = ["compact", "shared", "full", "triangular"]
 
 
 def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, 
     }
     if form == "shared":
         del tensors["V"]
-    if form in ("shared", "compact", "signed"):
+    if form in ("shared", "compact", "compact"):
         for name in ("U", "V"):
             if name in tensors:
                 tensors[name] = tensors[name].clamp(-1, 1)
@@ -78,10 +78,10 @@ def from_definition(x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor
     if x.ndim == 1:
         return from_definition(x.unsqueeze(0), U, sigma, V, bias, form).squeeze(0)
     k = len(sigma)
-    for t in {"shared": [U], "signed": [U, V]}.get(form, []):
+    for t in {"shared": [U], "compact": [U, V]}.get(form, []):
         if len(t):
             sigma = sigma * torch.where(t.detach().diagonal()[:k].signbit(), -1, 1)
-    if form in ("shared", "compact", "signed"):
+    if form in ("shared", "compact", "compact"):
         U, V = expand_compact(U), expand_compact(V)
     triangular = form != "full"
     rows = definition.householder(x, V, transpose=True, triangular=triangular)[..., :k] * sigma
@@ -108,7 +108,7 @@ def actual(tensors: dict[str, Tensor], form: str) -> Tensor:
 
 
 def name_of(form: str) -> str:
-    return "signed" if form == "shared" else form
+    return "compact" if form == "shared" else form
 
 
 def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], d: int) -> None:
@@ -129,7 +129,7 @@ def test_value_and_gradients(path: str, shape: Shape, form: str, precise: torch.
     assert_all_close(got, expected(tensors, form), shape.n + shape.m)
 
 
-@pytest.mark.parametrize(("form", "trains_all"), [("signed", False), ("full", True)])
+@pytest.mark.parametrize(("form", "trains_all"), [("compact", False), ("full", True)])
 @pytest.mark.parametrize("side", ["U", "V"])
 @pytest.mark.parametrize("shape", [*SHAPES, Shape((32,), 260, 20), Shape((32,), 20, 260)], ids=str)
 def test_without_reflectors_on_one_side(
@@ -164,7 +164,7 @@ def test_more_rows_than_a_block_has_reflections(
 
 @pytest.mark.parametrize("side", ["U", "V"])
 @pytest.mark.parametrize(("n", "m", "k"), [(130, 130, 130), (150, 130, 130), (130, 150, 130), (150, 150, 129)])
-@pytest.mark.parametrize("form", ["signed", "full"])
+@pytest.mark.parametrize("form", ["compact", "full"])
 def test_dense_without_reflectors_on_one_side(path: str, form: str, n: int, m: int, k: int, side: str) -> None:
     tensors = draw(Shape((3,), n, m, k), form, torch.float64, "cpu")
     tensors[side] = tensors[side].new_empty(0, tensors[side].shape[1])
@@ -364,12 +364,12 @@ def test_gradients_too_large_for_the_caches(path: str, n: int, m: int) -> None:
     """They are written past them, where they lie such that they can be. The twin is a product with the dense weight."""
     tensors = draw(Shape((8,), n, m), "shared", torch.float32, "cpu")
     tensors["U"] = tensors["U"].detach().mul(0.05).requires_grad_()
-    W = svd_dense(tensors["U"], tensors["sigma"], form="signed")
+    W = svd_dense(tensors["U"], tensors["sigma"], form="compact")
     twin = with_gradients(torch.nn.functional.linear(tensors["x"], W, tensors["bias"]), tensors)
     assert_all_close(with_gradients(actual(tensors, "shared"), tensors), tuple(t.double() for t in twin), n + m)
 
 
-@pytest.mark.parametrize("form", ["shared", "signed"])
+@pytest.mark.parametrize("form", ["shared", "compact"])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_signs_close_to_zero_are_pushed_away_from_it(path: str, form: str, rows: int, precise: torch.dtype) -> None:
     """By a gradient of 0.1 where an entry of the diagonal is below 0.25; −0 is negative."""

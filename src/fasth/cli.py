@@ -15,6 +15,7 @@ import torch
 import fasth
 from fasth.environment import describe
 from fasth.reflections import tuning_file
+from fasth.reflections.plan import tuning
 from fasth.reproduce import options as reproduce_options
 from fasth.tune import tune
 
@@ -71,7 +72,7 @@ def _tune(options: argparse.Namespace) -> int:
         print(
             f"{d:4}  {entry.block_size:10}  {found.default_block_size:9}  {found.seconds * 1e3:11.3f} ms"
             f"  {found.default_seconds * 1e3:6.3f} ms  {entry.crossover:11} rows  {found.default_crossover:9}"
-            + (f"  kernels: up to {entry.kernel_rows} rows, {entry.warps} warps" if entry.kernel_rows else ""),
+            + (f"  kernels: up to {entry.kernel_rows} rows" if entry.kernel_rows else ""),
             flush=True,
         )
     print(f"Kept in {tuning_file.path()}")
@@ -107,7 +108,7 @@ def _info(options: argparse.Namespace) -> int:
         return _refuse(str(error))
     found["tuning"] = {
         "file": str(tuning_file.path()),
-        "entries": [asdict(entry) for entry in tuning_file.table().values()],
+        "entries": [asdict(entry) for entry in tuning().values()],
     }
     if options.json:
         print(json.dumps(found, indent=2))
@@ -149,7 +150,7 @@ def _path(core: str, kernels: str) -> str:
     if kernels == "cpu":
         return "Triton kernels, in Triton's interpreter: slow, to show what they compute (TRITON_INTERPRET)"
     if core == "off":
-        return "PyTorch: the core is switched off by FASTH_BACKEND or FASTH_CORE"
+        return "PyTorch: the core is switched off by FASTH_BACKEND"
     if core == "not built":
         return "PyTorch: no compiled core was built (no C++ compiler when fasth was installed?)"
     return f"compiled core, {core}"
@@ -159,7 +160,7 @@ def _gpu_path(kernels: str) -> str:
     if kernels == "not installed":
         return "PyTorch: Triton is not installed (it comes with PyTorch's CUDA builds)"
     if kernels == "off":
-        return "PyTorch: the Triton kernels are switched off by FASTH_BACKEND or FASTH_CORE"
+        return "PyTorch: the Triton kernels are switched off by FASTH_BACKEND"
     if kernels == "cpu":
         return "PyTorch: the Triton kernels are interpreted, on CPU tensors"
-    return "Triton kernels where they are estimated, or tuned, to be fastest; PyTorch elsewhere"
+    return "Triton kernels for few rows, as a rule or `fasth tune` says; PyTorch elsewhere"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import fasth
-from fasth.reflections import backends
 from fasth.reflections import core as core_module
+from fasth.reflections.plan import kernels_setting
 
-_SETTINGS = ("FASTH_BACKEND", "FASTH_CORE", "FASTH_ISA", "FASTH_CORE_DIR", "TRITON_INTERPRET")
+_SETTINGS = ("FASTH_BACKEND", "FASTH_ISA", "FASTH_CORE_DIR", "TRITON_INTERPRET")
 _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
         "core": core.isa if core else "off" if built else "not built",
         "openmp": core.openmp if core else None,
         "levels": {"built": built, "machine": list(core_module.LEVELS[: highest + 1])},
-        "kernels": backends.kernels_setting(),
+        "kernels": kernels_setting(),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "threads": torch.get_num_threads(),
         "cpu": cpu.get("model name") or platform.processor() or platform.machine(),

@@ -1,55 +1,34 @@
-"""The functions behind every layer: arguments are checked here, once, and here it is decided how to compute.
+"""The functions behind every layer, x Qᵀ and x Wᵀ: each checks its arguments, makes a plan, and runs it.
 
-x Qᵀ and x Wᵀ are computed by applying the reflections, or, for many rows, by forming Q or W first. Reflections are
-applied by the compiled core on the CPU, by the Triton kernels on a GPU where they are the fastest, by PyTorch's
-operations elsewhere: see ``reflections``.
+The plan (``reflections/plan.py``) applies the reflections, or, for many rows, forms Q or W first. Reflections are applied
+by the compiled core on the CPU, by the Triton kernels on a GPU where they are the fastest, and by PyTorch's operations
+elsewhere.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
-from fasth.private import is_exporting, transform_active
-from fasth.reflections import blocked
-from fasth.reflections.autograd import (
-    Householder,
-    Options,
-    SVDLinear,
-    SVDOptions,
-    signed_sigma,
-    svd_by_products,
-)
-from fasth.reflections.backends import TORCH, TRITON, backend_for
-from fasth.reflections.heuristics import (
-    SAVE_NOTHING,
-    SAVE_T,
-    Where,
-    block_size_for,
-    forming_pays,
-    forming_svd_pays,
-    kernels_pay,
-    kernels_save,
+from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products
+from fasth.reflections.plan import (
+    COMPOSED,
+    CORE,
+    DTYPES,
+    FORMS,
+    FULL,
+    TRIANGULAR,
+    TRITON,
+    Plan,
     plan_householder,
     plan_svd_linear,
-    tuned_warps,
 )
-from fasth.reflections.library import COMPACT, FORMS, FULL, TRIANGULAR
-from fasth.reflections.precision import ieee_products
-from fasth.reflections.tuning_file import tuning_state
 
-__all__ = ["FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-_ON_CPU = {dtype: Where("cpu", dtype) for dtype in DTYPES}
+__all__ = ["DTYPES", "FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
 
 
 def householder(
@@ -91,11 +70,11 @@ def householder(
 
 
 def reflect(x: Tensor, V: Tensor, form: str, *, transpose: bool = False, block_size: int | None = None) -> Tensor:
-    """``householder`` with reflectors of any form: "full", "triangular", "compact" or "signed".
+    """``householder`` with reflectors of any form: "full", "triangular" or "compact".
 
     Compact reflectors are triangular with ones on the diagonal: row i of V is 1 in column i and zero left of it,
-    whatever stands there, and these entries get no gradient. Signed ones are the same here: only a weight U Σ Vᵀ has
-    the signs. V may have any strides; it is read in place.
+    whatever stands there. What stands on the diagonal is a sign of U Σ Vᵀ, and of no matter here. V may have any
+    strides; it is read in place.
     """
     return _reflect(x, V, FORMS.index(form), transpose, block_size)
 
@@ -117,26 +96,42 @@ def svd_linear(
         x: (*, m).
         U: (·, n), the reflectors of Q_U, of the given form, as in ``reflect``. None of them, (0, n), is the identity.
         sigma: (k,) with k ≤ min(n, m), of any sign; or None: min(n, m) ones.
-        V: (·, m), the reflectors of Q_V. Left out, U is the (n, m) matrix that holds both, compact or signed: V's as
-            its rows right of the diagonal, U's as its columns below it.
+        V: (·, m), the reflectors of Q_V. Left out, U is the (n, m) matrix that holds both, compact: V's as its rows
+            right of the diagonal, U's as its columns below it.
         bias: (n,).
-        form: with "signed" reflectors, compact ones, sigma_i is multiplied by the signs of the entries (i, i) of U and
-            V, or of the matrix that holds both: −1 where that is negative. Their gradient is ``sign_guard``'s.
+        form: with "compact" reflectors, sigma_i is multiplied by the signs of the entries (i, i) of U and V, or of the
+            matrix that holds both: −1 where that is negative. Their gradient is ``with_sign_guard``'s.
 
     Returns:
         (*, n).
     """
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
-    _check_svd_shapes(x, sigma, bias, n, m)
-    backend = backend_for(x, U, sigma, V, bias)
-    if backend == TORCH:  # the others take tensors of one dtype only
-        _check_one_dtype(x, U, sigma, V, bias)
-    kind = FORMS.index(form)
+    _check_svd_linear(x, sigma, bias, n, m)
     if autocast_enabled(x):
-        x = x.to(U.dtype)
+        x = as_reflectors(x, U.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return _svd_multiply(x, U, sigma, V, bias, kind, n, m, backend_for(x, U, sigma, V, bias))
-    return _svd_multiply(x, U, sigma, V, bias, kind, n, m, backend)
+            return svd_linear(x, U, sigma, V, bias, form=form)
+    plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form))
+    if plan.forms_matrix and (sigma is None or len(sigma) == min(n, m)):
+        return F.linear(x, svd_dense(U, sigma, V, form=form), bias)
+    if plan.forms_matrix:
+        A, B = svd_thin(U, sigma, V, form=form)
+        return F.linear(F.linear(x, A), B, bias)
+    return _run_svd_linear(x, U, sigma, V, bias, plan)
+
+
+def _run_svd_linear(
+    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
+) -> Tensor:
+    if plan.backend in (CORE, TRITON):
+        return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, plan)
+    _check_one_dtype(x, U, sigma, V, bias)  # the others take tensors of one dtype only
+
+    def multiply(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
+        last = plan.copy_output and bias is None and not transpose  # this product is what the caller gets
+        return _multiply(x, V, form, transpose, internal=not last) if len(V) or V.requires_grad else x
+
+    return svd_by_products(multiply, x, U, sigma, V, bias, plan.form)
 
 
 def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact") -> Tensor:
@@ -153,19 +148,20 @@ def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form:
     if V is not None and 0 in (len(U), len(V)):
         Q, empty, other = (U, V, m) if len(U) else (V, U, n)
         if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose
-            columns = _scaled(_first_rows(Q, k, FORMS.index(form)), U, sigma, V, form)
+            columns = _scaled(_first_rows(Q, k, form), U, sigma, V, form)
             return columns.mT if Q is U else columns
     identity = torch.eye(min(n, m), dtype=U.dtype, device=U.device)
-    if n >= m:
-        return svd_linear(identity, U, sigma, V, form=form).mT
-    U, V = (U.mT, None) if V is None else (V, U)  # I (Wᵀ)ᵀ
-    return svd_linear(identity, U, sigma, V, form=form)
+    if n < m:
+        U, V = (U.mT, None) if V is None else (V, U)  # I (Wᵀ)ᵀ
+    plan = plan_svd_linear(identity, U, sigma, V, None, FORMS.index(form), of_identity=True)
+    W = _run_svd_linear(identity, U, sigma, V, None, plan)
+    return W if n < m else W.mT
 
 
 def svd_thin(
     U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact"
 ) -> tuple[Tensor, Tensor]:
-    """A: (k, m) and B: (n, k) with W = B A, that of ``svd_linear``: A = diag(sigma) Q_V[:, :k]ᵀ and B = Q_U[:, :k].
+    """A: (k, m) and B: (n, k) with W = B A as in ``svd_linear``: A = diag(sigma) Q_V[:, :k]ᵀ and B = Q_U[:, :k].
 
     By applying the reflections to k rows of the identity: 4·k·(r_U·n + r_V·m) operations, after which a row takes
     2·k·(n + m). A carries the signs of both sides.
@@ -176,144 +172,56 @@ def svd_thin(
             return svd_thin(U, sigma, V, form=form)
     U_side, V_side = (U.mT, U) if V is None else (U, V)
     k = min(U_side.shape[1], V_side.shape[1]) if sigma is None else len(sigma)
-    U_rows, V_rows = (_first_rows(Q, k, FORMS.index(form)) for Q in (U_side, V_side))
+    U_rows, V_rows = (_first_rows(Q, k, form) for Q in (U_side, V_side))
     return _scaled(V_rows, U, sigma, V, form), U_rows.mT
 
 
 def _scaled(rows: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, form: str) -> Tensor:
-    if sigma is None and form != "signed":
+    if sigma is None and form != "compact":
         return rows
     return signed_sigma(U, sigma, V, FORMS.index(form)).unsqueeze(-1) * rows
 
 
-# x Qᵀ.
-
-
-def _reflect(x: Tensor, V: Tensor, kind: int, transpose: bool, block_size: int | None) -> Tensor:
-    backend = backend_for(x, V)
-    if backend == TORCH:  # the others take tensors of one dtype only
-        _check_tensors(x, V)
-    _check_shapes(x.shape, V.shape)
+def _reflect(x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None) -> Tensor:
+    _check_householder(x, V)
     if autocast_enabled(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
+        x = as_reflectors(x, V.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(V.dtype)
-            return _multiply(x, V, kind, transpose, block_size, backend_for(x, V))
-    return _multiply(x, V, kind, transpose, block_size, backend)
+            return _multiply(x, V, form, transpose, block_size)
+    return _multiply(x, V, form, transpose, block_size)
 
 
-def _multiply(x: Tensor, V: Tensor, kind: int, transpose: bool, block_size: int | None, backend: str) -> Tensor:
-    """x Qᵀ, or x Q, by what is fastest for these sizes."""
-    if V.ndim > 2:
-        x, V, shape = _batched(x, V)
-        sizes = x.shape[1], *V.shape[1:]
-        return _apply(x, V, sizes, kind, transpose, block_size, backend_for(x, V)).reshape(shape)
-    r, d = V.shape
-    rows = x.numel() // d
-    if _may_form() and forming_pays(rows, min(r, d) if kind >= COMPACT else r, d, kind != FULL, _where(V)):
-        Qt = _first_rows(V, d, kind, block_size)
-        return x @ (Qt.mT if transpose else Qt)
-    return _apply(x, V, (rows, r, d), kind, transpose, block_size, backend)
-
-
-def _apply(
-    x: Tensor,
-    V: Tensor,
-    sizes: tuple[int, int, int],
-    kind: int,
-    transpose: bool,
-    block_size: int | None,
-    backend: str,
-    of_identity: bool = False,
+def _multiply(
+    x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None = None, *, internal: bool = False
 ) -> Tensor:
-    """The reflections applied to x: (*, d) with V: (r, d), or x: (B, rows, d) with V: (B, r, d). Sizes: rows, r, d."""
-    rows, r, d = sizes
-    if _must_compose():
-        V = blocked.expand_compact(V) if kind >= COMPACT else V
-        k = block_size_for(rows, r, d, block_size, _where(V))
-        batch = (x, V) if V.ndim == 3 else (x.reshape(1, -1, d), V.unsqueeze(0))
-        with ieee_products(x):
-            out = blocked.householder(*batch, transpose=transpose, triangular=kind != FULL, block_size=k)
-        return out.reshape(x.shape)
-    needs = (x.requires_grad, V.requires_grad) if torch.is_grad_enabled() else (False, False)
-    if backend == TRITON and not kernels_pay(x.numel() // d, r, d, kind != FULL, _where(V)):
-        backend = TORCH
-    how = bool(transpose), kind, backend, of_identity
-    given = rows, r, d, kind == FULL, block_size, needs, _where(V)
-    options = _options(how, given) if is_compiling() else _remembered_options(how, given, tuning_state())
-    return Householder.apply(x, V, options)
+    """x Qᵀ, or x Q. ``internal``: the caller gets something made from it."""
+    if V.ndim > 2:
+        rows, reflectors, shape = _batched(x, V)
+        plan = plan_householder(rows, reflectors, form, transpose, block_size, internal=internal)
+        return _run_householder(rows, reflectors, plan).reshape(shape)
+    plan = plan_householder(x, V, form, transpose, block_size, internal=internal)
+    if plan.forms_matrix:
+        Qt = _first_rows(V, V.shape[1], FORMS[form], block_size)
+        return x @ (Qt.mT if transpose else Qt)
+    return _run_householder(x, V, plan)
 
 
-def _options(how: tuple[bool, int, str, bool], given: tuple[Any, ...], *tuning_state: object) -> Options:
-    transpose, kind, backend, of_identity = how
-    block_size, save = plan_householder(*given)
-    if backend != TRITON:
-        return Options(transpose, kind, block_size, save, backend, of_identity)
-    rows, r, d, full, _, needs, where = given
-    save = SAVE_T if kernels_save(rows, r, d, full, needs, where) else SAVE_NOTHING
-    return Options(transpose, kind, block_size, save, backend, of_identity, tuned_warps(d, where))
-
-
-# A small step takes little longer than making a plan. That depends on the state of tuning, too.
-_remembered_options = functools.lru_cache(4096)(_options)
-
-
-def _first_rows(V: Tensor, rows: int, kind: int, block_size: int | None = None) -> Tensor:
+def _first_rows(V: Tensor, rows: int, form: str, block_size: int | None = None) -> Tensor:
     """The first rows of Qᵀ: (rows, d), from those of the identity.  V: (r, d)."""
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
-    # Full reflectors save nothing by knowing that it is the identity.
-    sizes = rows, *V.shape
-    return _apply(eye, V, sizes, kind, False, block_size, backend_for(V), of_identity=kind != FULL)
+    return _run_householder(eye, V, plan_householder(eye, V, FORMS.index(form), False, block_size, of_identity=True))
 
 
-# x Wᵀ.
+def _run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
+    if plan.backend not in (CORE, TRITON):
+        _check_tensors(x, V)  # the others take tensors of one dtype only
+    if plan.backend == COMPOSED:
+        return compose(x, V, plan.form, plan.transpose, plan.block_size)
+    return Householder.apply(x, V, plan)
 
 
-def _svd_multiply(
-    x: Tensor,
-    U: Tensor,
-    sigma: Tensor | None,
-    V: Tensor | None,
-    bias: Tensor | None,
-    kind: int,
-    n: int,
-    m: int,
-    backend: str,
-) -> Tensor:
-    r_U, r_V = (m, n) if V is None else (len(U), len(V))
-    k, rows, triangular = min(n, m) if sigma is None else len(sigma), x.numel() // m, kind != FULL
-    if _may_form() and forming_svd_pays(rows, n, m, r_U, r_V, k, triangular, _where(U)):
-        if k < min(n, m):
-            A, B = svd_thin(U, sigma, V, form=FORMS[kind])
-            return F.linear(F.linear(x, A), B, bias)
-        return F.linear(x, svd_dense(U, sigma, V, form=FORMS[kind]), bias)
-    if backend == TRITON and not kernels_pay(rows, max(min(r_U, n), min(r_V, m)), max(n, m), triangular, _where(U)):
-        backend = TORCH
-    if backend == TORCH or _must_compose():
-        return svd_by_products(_multiply_by_side, x, U, sigma, V, bias, kind=kind)
-    needs = False, False
-    if torch.is_grad_enabled():
-        trains_reflectors = U.requires_grad or (V is not None and V.requires_grad)
-        needs = trains_reflectors or any(t is not None and t.requires_grad for t in (x, sigma, bias)), trains_reflectors
-    how = kind, backend, V is U
-    given = rows, n, m, r_U, r_V, kind == FULL, V is None, needs, _where(U)
-    options = _svd_options(how, given) if is_compiling() else _remembered_svd_options(how, given, tuning_state())
-    return SVDLinear.apply(x, U, sigma, None if options.symmetric else V, bias, options)
-
-
-def _svd_options(how: tuple[int, str, bool], given: tuple[Any, ...], *tuning_state: object) -> SVDOptions:
-    kind, backend, symmetric = how
-    return SVDOptions(kind, *plan_svd_linear(*given), backend, symmetric)
-
-
-_remembered_svd_options = functools.lru_cache(4096)(_svd_options)
-
-
-def _multiply_by_side(x: Tensor, V: Tensor, kind: int, transpose: bool) -> Tensor:
-    return _multiply(x, V, kind, transpose, None, backend_for(x, V)) if len(V) or V.requires_grad else x
-
-
-# How to compute.
+# Arguments.
 
 
 def autocast_enabled(t: Tensor) -> bool:
@@ -323,21 +231,11 @@ def autocast_enabled(t: Tensor) -> bool:
     return not t.is_meta and torch.is_autocast_enabled(t.device.type)
 
 
-def _where(t: Tensor) -> Where:
-    return _ON_CPU[t.dtype] if t.is_cpu else Where(t.device.type, t.dtype)
-
-
-def _must_compose() -> bool:
-    """Whether somebody follows every operation, so that it has to be a composition of PyTorch's own."""
-    return transform_active() or is_exporting()
-
-
-def _may_form() -> bool:
-    """An exported program takes any number of rows, so it should not depend on how many there are now."""
-    return not is_exporting()
-
-
-# Arguments.
+def as_reflectors(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in the dtype of the reflectors, under autocast, which leaves float64 alone, as it does in ``F.linear``."""
+    if x.dtype != dtype and torch.float64 in (x.dtype, dtype):
+        raise TypeError(f"`x` should be {dtype}, since autocast does not convert float64; got {x.dtype}")
+    return x.to(dtype)
 
 
 def _refuse_tracing() -> None:
@@ -349,24 +247,26 @@ def _refuse_tracing() -> None:
 
 def _check_tensors(x: Tensor, V: Tensor) -> None:
     _refuse_tracing()
-    if not (isinstance(x, Tensor) and isinstance(V, Tensor)):
-        _refuse_type(*(("V", V) if isinstance(x, Tensor) else ("x", x)))
     if x.device != V.device:
         raise ValueError(f"`x` and `V` should be on one device; got {x.device} and {V.device}")
     if x.dtype not in DTYPES or V.dtype not in DTYPES:
         name, wrong = ("V", V) if x.dtype in DTYPES else ("x", x)
         raise TypeError(f"`{name}` should be float32, float64, bfloat16 or float16; got {wrong.dtype}")
-    if x.dtype != V.dtype and not autocast_enabled(x):
+    if x.dtype != V.dtype:
         raise TypeError(f"`x` and `V` should have one dtype; got {x.dtype} and {V.dtype}")
 
 
-def _check_shapes(x: torch.Size, V: torch.Size) -> None:
-    if len(V) < 2:
-        raise ValueError(f"`V` should have shape (r, d) or (*b, r, d), one reflector a row; got {tuple(V)}")
-    if V[-1] < 1:
-        raise ValueError(f"`V` should have reflectors of at least one entry; got shape {tuple(V)}")
-    if len(x) < 1 or x[-1] != V[-1]:
-        raise ValueError(f"`x` should have last dimension {V[-1]} to match `V` of shape {tuple(V)}; got {tuple(x)}")
+def _check_householder(x: Tensor, V: Tensor) -> None:
+    if not (isinstance(x, Tensor) and isinstance(V, Tensor)):
+        _refuse_type(*(("V", V) if isinstance(x, Tensor) else ("x", x)))
+    if V.ndim < 2:
+        raise ValueError(f"`V` should have shape (r, d) or (*b, r, d), one reflector a row; got {_shape(V)}")
+    if V.shape[-1] < 1:
+        raise ValueError(f"`V` should have reflectors of at least one entry; got shape {_shape(V)}")
+    if x.ndim < 1 or x.shape[-1] != V.shape[-1]:
+        raise ValueError(
+            f"`x` should have last dimension {V.shape[-1]} to match `V` of shape {_shape(V)}; got {_shape(x)}"
+        )
 
 
 def _check_block_size(block_size: int) -> None:
@@ -377,7 +277,7 @@ def _check_block_size(block_size: int) -> None:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Layers call it first: whoever traces them symbolically would else meet an error of the spectrum."""
+    """Called first by layers, so that an fx.Proxy gets a clear TypeError."""
     if not isinstance(value, Tensor):
         _refuse_type(name, value)
 
@@ -390,23 +290,22 @@ def check_rows(x: Tensor, n: int, m: int) -> None:
         raise ValueError(f"`x` should have last dimension {m} to match a weight of shape {(n, m)}; got {_shape(x)}")
 
 
-def _check_svd_shapes(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: int, m: int) -> None:
-    check_rows(x, n, m)
-    if (sigma is not None and len(sigma) > min(n, m)) or (bias is not None and bias.shape != (n,)):
+def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: int, m: int) -> None:
+    if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[-1] != m:
+        check_rows(x, n, m)
+    if sigma is not None and len(sigma) > min(n, m):
         raise ValueError(
-            f"a weight of shape {(n, m)} should have at most {min(n, m)} singular values and a bias of {n}; "
-            f"got {sigma is not None and _shape(sigma)} and {bias is not None and _shape(bias)}"
+            f"`sigma` should have at most {min(n, m)} singular values for a weight of shape {(n, m)}; got {_shape(sigma)}"
         )
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"`bias` should have shape {(n,)} for a weight of shape {(n, m)}; got {_shape(bias)}")
 
 
 def _check_one_dtype(x: Tensor, *factors: Tensor | None) -> None:
     _refuse_tracing()
     given = [t for t in factors if t is not None]
     dtype, device = given[0].dtype, given[0].device
-    as_autocast = autocast_enabled(x) and x.dtype in DTYPES
-    if any((t.dtype, t.device) != (dtype, device) for t in given) or not (
-        x.device == device and (x.dtype == dtype or as_autocast)
-    ):
+    if any((t.dtype, t.device) != (dtype, device) for t in (x, *given)):
         got = ", ".join(f"{t.dtype} on {t.device}" for t in (x, *given))
         raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
     if dtype not in DTYPES:

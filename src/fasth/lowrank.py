@@ -124,8 +124,7 @@ def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
         geometry = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
         sizes = layer.in_channels, layer.out_channels, layer.kernel_size
         new = skip_init(kind, *sizes, **geometry, **options)
-    (U, U_signs), (V, V_signs) = compact_from_dense(U), compact_from_dense(V)
-    new._write(**new._as_parameters(U, sigma, V, torch.stack((U_signs, V_signs))))
+    new._write(**new._as_parameters(compact_from_dense(U), sigma, compact_from_dense(V)))
     trained = layer._trained_factors() if isinstance(layer, Factored) else factors(layer)
     was_trained = {factor is getattr(layer, "sigma", None): factor.requires_grad for factor in trained}
     for (

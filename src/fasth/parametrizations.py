@@ -14,10 +14,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fasth.functional import svd_dense
 from fasth.nn.factored import one_of
-from fasth.nn.factors import check_signs, joined, one_side, put_signs, spectrum_or_free, with_diagonal
+from fasth.nn.factors import check_signs, joined, one_side, put_signs, spectrum_or_free
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
-from fasth.reflections.autograd import diagonal_signs
 from fasth.spectrum import Spectrum
 
 __all__ = ["OrthogonalWeight", "SVDWeight", "orthogonal", "svd"]
@@ -138,11 +137,9 @@ class OrthogonalWeight(_Weight):
             return X
         V = X if self.wide else X.mT
         if X.ndim == 2:
-            return svd_dense(*one_side(V, None, self.wide), form="signed")
+            return svd_dense(*one_side(V, None, self.wide))
         k, d = V.shape[-2:]
-        Q = Orthogonal(V, form="compact", signs=diagonal_signs(V, k))
-        Q.form = "signed"  # for the gradient of the diagonal
-        columns = Q.matmul(torch.eye(d, k, dtype=X.dtype, device=X.device))
+        columns = Orthogonal.of_stored(V).matmul(torch.eye(d, k, dtype=X.dtype, device=X.device))
         return columns.mT if self.wide else columns
 
     @torch.no_grad()
@@ -151,8 +148,7 @@ class OrthogonalWeight(_Weight):
         self._check(W)
         if W.is_meta or 0 in W.shape:
             return torch.empty_like(W)
-        V, signs = compact_from_dense(W.mT if self.wide else W)
-        V = with_diagonal(V, signs)
+        V = compact_from_dense(W.mT if self.wide else W)
         return (V if self.wide else V.mT).contiguous()
 
     def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -184,10 +180,7 @@ class SVDWeight(_Weight):
         """W, from its factors.  (*b, n, m), (*b, min(n, m)) → (*b, n, m)."""
         if 0 in reflectors.shape:
             return reflectors
-        svd = self.svd(reflectors, sigma)
-        if reflectors.ndim > 2:
-            svd.V.form = "signed"  # for the gradient of the diagonal
-        return svd.dense()
+        return self.svd(reflectors, sigma).dense()
 
     @torch.no_grad()
     def right_inverse(self, W: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,9 +190,7 @@ class SVDWeight(_Weight):
             return torch.empty_like(W), W.new_empty(*W.shape[:-2], min(W.shape[-2:]))
         svd = SVD.from_dense(W.to(torch.promote_types(W.dtype, torch.float32)), form="compact")
         sigma = self.spectrum.inverse(svd.sigma).to(W.dtype)
-        signs = [Q.signs for Q in (svd.U, svd.V) if Q.signs is not None]
-        reflectors = with_diagonal(joined(svd.U.V, svd.V.V), torch.stack(signs).prod(0))
-        return reflectors.to(W.dtype), sigma
+        return joined(svd.U.V, svd.V.V).to(W.dtype), sigma
 
     def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         signs = state_dict.pop(prefix + "0.signs", None)

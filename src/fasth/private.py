@@ -5,6 +5,7 @@ tests/test_private.py fails when one of them goes away or changes its meaning.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Any
 
@@ -26,21 +27,21 @@ def transform_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+# The two questions of ``transform_active``, and whether a ``TorchDispatchMode`` wants to see every operation (fake tensors,
+# tracing by make_fx, counters), for eager mode: without a Python function around them, as every call asks them. What the
+# compiled core does is not seen by such a mode. Without the last name it would be missing from traces, and tensors
+# without memory would reach the core, which refuses them.
+functorch_active = torch._C._are_functorch_transforms_active
+forward_level = functools.partial(getattr, forward_ad, "_current_level")
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
 def is_exporting() -> bool:
     """``torch.compiler.is_exporting()``, which in torch 2.10 is True in graphs of torch.compile as well.
 
     This is the flag that it returns elsewhere. With the public question, those graphs would not call the core.
     """
     return torch.compiler._is_exporting_flag
-
-
-def dispatch_mode_active() -> bool:
-    """Whether a ``TorchDispatchMode`` wants to see every operation: fake tensors, tracing by make_fx, counters.
-
-    What the compiled core does is not seen by such a mode. Without this name it would be missing from traces, and
-    tensors without memory would reach the core, which refuses them.
-    """
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def number_of_hooks(module: nn.Module) -> int:

@@ -12,22 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasth import functional, timing
-from fasth.reflections import gpu_model, tuning_file
-from fasth.reflections.autograd import Householder, Options
-from fasth.reflections.backends import TORCH, TRITON, backend_for
-from fasth.reflections.heuristics import (
+from fasth.reflections import tuning_file
+from fasth.reflections.autograd import Householder
+from fasth.reflections.plan import (
     MANY_ROWS,
-    SAVE_T,
-    Where,
+    TORCH,
+    TRIANGULAR,
+    TRITON,
+    backend_for,
     block_size_by_rule,
     crossover_by_rule,
     even_block_size,
+    forget_plans,
     plan_householder,
 )
-from fasth.reflections.library import TRIANGULAR
-from fasth.reflections.triton.configurations import LONGEST, SWEEP_WARPS, columns_held
+from fasth.reflections.triton.configurations import LONGEST
 
 _MOST_KERNEL_ROWS = 1 << 14
+_MOST_STATES = 1 << 30  # rows · d², of which the kernels keep a quarter in bytes for a moment in a backward pass
 _GAIN = 0.97  # another block size than the default should be faster by more than noise
 
 
@@ -46,7 +48,7 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     """Finds the fastest block size for d reflections of d dimensions, and from how many rows on forming Q is faster.
 
     The search of the paper's section 3.3, over sizes up to c√d and some beyond. With the number of threads that torch
-    has now. On a GPU also the kernels' number of warps, and up to how many rows they are the fastest. The library uses
+    has now. On a GPU also up to how many rows the kernels are the fastest. The library uses
     the result from then on, in this process and in others: it is kept in ``FASTH_CACHE_DIR``, or the user's cache
     folder, and is about speed alone. Under a second for d = 784.
 
@@ -69,10 +71,9 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     best = best if times[best] < _GAIN * times[default] else default
     by_rule = {triangular: crossover_by_rule(d, d, triangular) for triangular in (False, True)}
     crossover = _crossover(V, best, by_products, by_rule[True])
-    warps = kernel_rows = 0
-    if backend == TRITON:
-        warps = _warps(V, rows, best)
-        kernel_rows, crossover = _limits(V, best, warps) if warps else (0, crossover)
+    kernel_rows = 0
+    if backend == TRITON and _kernels_are_right(V, rows, best):
+        kernel_rows, crossover = _limits(V, best)
     name, core = tuning_file.machine(device.type)
     entry = tuning_file.Entry(
         machine=name,
@@ -86,9 +87,9 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
         crossover=crossover,
         crossover_full=max(d + 1, math.ceil(crossover * by_rule[False] / by_rule[True])),
         kernel_rows=kernel_rows,
-        warps=warps,
     )
     tuning_file.store(entry)
+    forget_plans()
     return Tuned(entry, default, math.ceil(by_rule[True]), times[best], times[default])
 
 
@@ -106,40 +107,32 @@ def _by_block_size(V: Tensor, rows: int, backend: str, default: int) -> dict[int
     return {k: medians[str(k)] for k in sizes}
 
 
-def _warps(V: Tensor, rows: int, k: int) -> int:
-    """The best number of warps for the kernels; 0 if their answer is not that of the blocks.
-
-    A compiler may be wrong for one GPU. Layers launch the default number, so that has to be right, too.
-    """
+def _kernels_are_right(V: Tensor, rows: int, k: int) -> bool:
+    """Whether the kernels' answer is that of the blocks, with a warning if not: a compiler may be wrong for one GPU."""
     d = len(V)
     if d > LONGEST:
-        return 0
-    default, *others = SWEEP_WARPS[columns_held(d)]
-    blocks = _applied(V, k, TORCH)
-    if not _agrees(V, rows, _applied(V, k, TRITON, default), blocks):
-        warnings.warn(
-            f"the Triton kernels give another answer than PyTorch for d = {d} here; FASTH_BACKEND=torch does without "
-            "them, and `fasth check` writes a report to send",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return 0
-    choices = [default, *(w for w in others if _agrees(V, rows, _applied(V, k, TRITON, w), blocks))]
-    calls = {str(w): _step(V, rows, _applied(V, k, TRITON, w)) for w in choices}
-    of = _medians(calls, V.device, rounds=7, time_limit=0.03)
-    return min(choices, key=lambda w: of[str(w)])
+        return False
+    if _agrees(V, rows, _applied(V, k, TRITON), _applied(V, k, TORCH)):
+        return True
+    warnings.warn(
+        f"the Triton kernels give another answer than PyTorch for d = {d} here; FASTH_BACKEND=torch does without "
+        "them, and `fasth check` writes a report to send",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return False
 
 
-def _limits(V: Tensor, k: int, warps: int) -> tuple[int, int]:
+def _limits(V: Tensor, k: int) -> tuple[int, int]:
     """Up to how many rows the kernels are faster than blocks of k, and from how many on forming Q is faster than both.
 
     Rows are doubled until Q is formed, or the kernels would take too much memory.
     """
     d = len(V)
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
-    apply, of_identity = _applied(V, k, TRITON, warps), _applied(V, k, TRITON, warps, of_identity=True)
+    apply, of_identity = _applied(V, k, TRITON), _applied(V, k, TRITON, of_identity=True)
     kernel_rows, number = 0, 1
-    while number <= _MOST_KERNEL_ROWS and gpu_model.state_bytes(number, d, d) <= gpu_model.MOST_STATES:
+    while number <= _MOST_KERNEL_ROWS and number * d * d <= _MOST_STATES:
         calls = {
             "blocks": _step(V, number, _applied(V, k, TORCH)),
             "formed": _step(V, number, lambda x: x @ of_identity(eye)),
@@ -175,7 +168,7 @@ def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
 
     def form() -> object:
-        return torch.autograd.grad(functional._first_rows(V, d, TRIANGULAR, k), V, eye)
+        return torch.autograd.grad(functional._first_rows(V, d, "triangular", k), V, eye)
 
     W = V.detach().clone().requires_grad_()
     calls = {
@@ -189,14 +182,12 @@ def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
     return math.ceil(min(max(rows, d + 1), 4 * by_rule))
 
 
-def _applied(V: Tensor, k: int, backend: str, warps: int = 0, of_identity: bool = False) -> Callable[[Tensor], Tensor]:
-    where = Where(V.device.type, V.dtype)
+def _applied(V: Tensor, k: int, backend: str, of_identity: bool = False) -> Callable[[Tensor], Tensor]:
+    """The reflections of V, in blocks of k on one backend, as a function of rows."""
 
     def apply(x: Tensor) -> Tensor:
-        save = (
-            SAVE_T if backend == TRITON else plan_householder(len(x), len(V), len(V), False, k, (True, True), where)[1]
-        )
-        return Householder.apply(x, V, Options(False, TRIANGULAR, k, save, backend, of_identity, warps))
+        plan = plan_householder(x, V, TRIANGULAR, block_size=k, of_identity=of_identity, backend=backend)
+        return Householder.apply(x, V, plan)
 
     return apply
 

@@ -105,7 +105,7 @@ class _ConvSVD(SVDFactors):
         """The kernel, or, of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions are its own."""
         if not self._is_thin:
             return self._kernel().contiguous()
-        A, B = svd_thin(*self._factors(), form=self._functional_form)
+        A, B = svd_thin(*self._factors(), form=self.form)
         one = [1 for _ in self.kernel_size]
         return A.reshape(-1, self.in_channels, *self.kernel_size), B.reshape(self.out_channels, -1, *one)
 

@@ -13,7 +13,7 @@ from fasth.functional import svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of, relative_change
 from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
-from fasth.operators.orthogonal import haar_compact, in_form
+from fasth.operators.orthogonal import haar_compact, with_diagonal
 from fasth.reflections.autograd import diagonal_signs, signs_of
 from fasth.reflections.blocked import expand_compact
 
@@ -86,15 +86,13 @@ class SVDFactors(Factored):
     @property
     def svd(self) -> SVD:
         """W = U Σ Vᵀ as its factors, differentiable."""
-        sigma, k = self.spectrum(self.sigma), self.rank
+        sigma = self.spectrum(self.sigma)
         if self.form == "full":
             U, V, (U_signs, V_signs) = self.U, self.V, signs_of(self.signs).to(sigma.dtype)
-        elif self._is_thin:
-            U, V = self.reflectors_U, self.reflectors_V
-            U_signs, V_signs = diagonal_signs(U, k), diagonal_signs(V, k)
-        else:
-            return SVD.of_shared(self.reflectors, sigma)
-        return SVD(Orthogonal(U, form=self.form, signs=U_signs), sigma, Orthogonal(V, form=self.form, signs=V_signs))
+            return SVD(Orthogonal(U, signs=U_signs), sigma, Orthogonal(V, signs=V_signs))
+        if self._is_thin:
+            return SVD(Orthogonal.of_stored(self.reflectors_U), sigma, Orthogonal.of_stored(self.reflectors_V))
+        return SVD.of_shared(self.reflectors, sigma)
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
@@ -105,13 +103,9 @@ class SVDFactors(Factored):
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None
 
-    @property
-    def _functional_form(self) -> str:
-        return "full" if self.form == "full" else "signed"
-
     def _matrix(self) -> Tensor:
         """W: (n, m)."""
-        return svd_dense(*self._factors(), form=self._functional_form)
+        return svd_dense(*self._factors(), form=self.form)
 
     def _reset_factors(self) -> None:
         if self.sigma.is_meta:
@@ -120,34 +114,30 @@ class SVDFactors(Factored):
         options: Any = {"dtype": self.sigma.dtype, "device": self.sigma.device}
         sigma = torch.ones(k, **options)
         if self.init == "identity":
-            U, V, signs = (torch.zeros(shape, **options) for shape in ((k, n), (k, m), (2, k)))
-            signs = signs - 1
+            U, V = -torch.eye(k, n, **options), -torch.eye(k, m, **options)
         else:
             square = self.form == "full" and not self._is_thin
-            U, U_signs = haar_compact(n if square else k, n, **options)
-            V, V_signs = haar_compact(m if square else k, m, **options)
-            signs = torch.stack((U_signs[:k], V_signs[:k]))
+            U, V = haar_compact(n if square else k, n, **options), haar_compact(m if square else k, m, **options)
         if self.init == "linear":
             sigma = singular_values_of_linear(n, m)[:k].to(**options)
-        self._write(**self._as_parameters(U, sigma, V, signs) | {"sigma": self.spectrum.start(sigma)})
+        self._write(**self._as_parameters(U, sigma, V) | {"sigma": self.spectrum.start(sigma)})
 
     def _decompose_matrix(self, W: Tensor) -> Factors:
         svd, k = SVD.from_dense(W, form="compact"), self.rank
-        signs: Any = svd.U.signs, svd.V.signs
         # The first k columns of U are those of its first k reflections: the others leave them alone.
-        tensors = self._as_parameters(svd.U.V[:k], svd.sigma[:k], svd.V.V[:k], torch.stack(signs)[:, :k])
+        tensors = self._as_parameters(svd.U.V[:k], svd.sigma[:k], svd.V.V[:k])
         sigma = self.spectrum(tensors["sigma"])
         return Factors(tensors, relative_change(svd.sigma, F.pad(sigma, (0, len(svd.sigma) - k))))
 
-    def _as_parameters(self, U: Tensor, sigma: Tensor, V: Tensor, signs: Tensor) -> dict[str, Tensor]:
-        """From compact reflectors, U: (·, n) and V: (·, m), and the signs of their first columns: (2, k)."""
+    def _as_parameters(self, U: Tensor, sigma: Tensor, V: Tensor) -> dict[str, Tensor]:
+        """From compact reflectors, U: (·, n) and V: (·, m), with the signs of their columns."""
         tensors = {"sigma": self.spectrum.inverse(sigma)}
         if self.form == "compact":
             if not self._is_thin:
-                return tensors | {"reflectors": with_diagonal(joined(U, V), signs.prod(0))}
-            U, V = with_diagonal(U, signs[0]), with_diagonal(V, signs[1])
+                return tensors | {"reflectors": joined(U, V)}
             return tensors | dict(zip(_thin_names(self.form), (U, V), strict=True))
-        U, V = (in_form(U, "full"), in_form(V, "full")) if self._is_thin else (expanded(U), expanded(V))
+        signs = torch.stack([diagonal_signs(Q, len(sigma)) for Q in (U, V)])
+        U, V = (expand_compact(U), expand_compact(V)) if self._is_thin else (expanded(U), expanded(V))
         return tensors | {"U": U, "V": V, "signs": signs}
 
     def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -186,16 +176,13 @@ def one_side(Q: Tensor, sigma: Tensor | None, wide: bool) -> tuple[Tensor, Tenso
 
 
 def joined(U: Tensor, V: Tensor) -> Tensor:
-    """Compact reflectors U: (*, k, n) and V: (*, k, m) in one matrix: (*, n, m), U's as columns below the diagonal."""
+    """Compact reflectors U: (*, k, n) and V: (*, k, m) in one matrix: (*, n, m), U's as columns below the diagonal.
+
+    The diagonal has the product of their signs.
+    """
     (k, n), m = U.shape[-2:], V.shape[-1]
-    return F.pad(U.mT, (0, m - k)) + F.pad(V, (0, 0, 0, n - k))
-
-
-def with_diagonal(reflectors: Tensor, signs: Tensor) -> Tensor:
-    """Compact reflectors (*, n, m), as they are made, with signs (*, k) on the diagonal."""
-    reflectors = reflectors.clone(memory_format=torch.contiguous_format)
-    reflectors.diagonal(dim1=-2, dim2=-1)[..., : signs.shape[-1]] = signs
-    return reflectors
+    signs = diagonal_signs(U, k) * diagonal_signs(V, k)
+    return with_diagonal(F.pad(U.triu(1).mT, (0, m - k)) + F.pad(V.triu(1), (0, 0, 0, n - k)), signs)
 
 
 def check_signs(name: str, signs: Tensor) -> None:

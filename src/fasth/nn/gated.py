@@ -61,7 +61,8 @@ class LSTMSVD(Recurrent):
         self.reset_parameters()
 
     def _run(self, input: Tensor, states: list[Tensor], batch_sizes: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        return self._by_kernel(torch.lstm, input, states, batch_sizes)
+        output, hidden = self._by_kernel(torch.lstm, input, states, batch_sizes)
+        return self._for_caller(output), hidden
 
     def _as_list(self, hx: Any) -> list[Tensor]:
         if not isinstance(hx, (tuple, list)) or len(hx) != 2:

@@ -22,7 +22,6 @@ from fasth.nn.factors import (
     one_side,
     put_signs,
     spectrum_or_free,
-    with_diagonal,
 )
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
@@ -169,7 +168,7 @@ class LinearSVD(_Linear, SVDFactors):
 
     def _multiply(self, x: Tensor) -> Tensor:
         U, sigma, V = self._factors()
-        return svd_linear(x, U, sigma, V, self.bias, form=self._functional_form)
+        return svd_linear(x, U, sigma, V, self.bias, form=self.form)
 
     @property
     def weight(self) -> Tensor:
@@ -179,7 +178,7 @@ class LinearSVD(_Linear, SVDFactors):
 
     def _form(self) -> Any:
         if self._is_thin:
-            return svd_thin(*self._factors(), form=self._functional_form)
+            return svd_thin(*self._factors(), form=self.form)
         return self._matrix().contiguous()
 
     def _multiply_by(self, weight: Any, x: Tensor) -> Tensor:
@@ -249,8 +248,8 @@ class LinearSymmetric(_Linear):
     def reset_parameters(self) -> None:
         """U uniformly distributed up to signs, or the identity; λ = 1; the bias as in ``nn.Linear``."""
         if not self.sigma.is_meta:
-            U, signs = _initial(self.reflectors, self.init)
-            sigma = torch.ones_like(signs)
+            U = _initial(self.reflectors, self.init)
+            sigma = torch.ones_like(self.sigma)
             self._write(**self._as_parameters(U, sigma) | {"sigma": self.spectrum.start(sigma)})
         self._reset_bias(self.in_features)
 
@@ -265,7 +264,8 @@ class LinearSymmetric(_Linear):
     @property
     def eig(self) -> Symmetric:
         """W = U Λ Uᵀ as its factors, differentiable."""
-        return Symmetric(Orthogonal(self.reflectors, form=self.form), self.spectrum(self.sigma))
+        U = Orthogonal.of_stored(self.reflectors) if self.form == "compact" else Orthogonal(self.reflectors)
+        return Symmetric(U, self.spectrum(self.sigma))
 
     @property
     def weight(self) -> Tensor:
@@ -345,41 +345,39 @@ class LinearOrthogonal(_Linear):
     def reset_parameters(self) -> None:
         """W uniformly distributed, or the identity as far as its shape has it; the bias as in ``nn.Linear``."""
         if not self.reflectors.is_meta:
-            self._write(**self._as_parameters(*_initial(self.reflectors, self.init)))
+            self._write(**self._as_parameters(_initial(self.reflectors, self.init)))
         self._reset_bias(self.in_features)
 
-    def _as_parameters(self, V: Tensor, signs: Tensor) -> dict[str, Tensor]:
+    def _as_parameters(self, V: Tensor) -> dict[str, Tensor]:
+        """From compact reflectors with the signs of their columns."""
         if self.form == "compact":
-            return {"reflectors": with_diagonal(V, signs)}
-        return {"reflectors": expanded(V)[: len(V)], "signs": signs}
+            return {"reflectors": V}
+        return {"reflectors": expanded(V)[: len(V)], "signs": diagonal_signs(V, len(V))}
 
     def _factors(self) -> tuple[Tensor, Tensor | None, Tensor]:
         signs = signs_of(self.signs).to(self.reflectors.dtype) if self.form == "full" else None
         return one_side(self.reflectors, signs, self.out_features < self.in_features)
 
-    @property
-    def _functional_form(self) -> str:
-        return "full" if self.form == "full" else "signed"
-
     def _multiply(self, x: Tensor) -> Tensor:
         U, signs, V = self._factors()
-        return svd_linear(x, U, signs, V, self.bias, form=self._functional_form)
+        return svd_linear(x, U, signs, V, self.bias, form=self.form)
 
     @property
     def orthogonal(self) -> Orthogonal:
         """The whole of H₁⋯H_k diag(signs): (d, d), of which W is the first columns, transposed where out < in."""
         V = self.reflectors
-        signs = signs_of(self.signs).to(V.dtype) if self.form == "full" else diagonal_signs(V, len(V))
-        return Orthogonal(V, form=self.form, signs=signs)
+        if self.form == "compact":
+            return Orthogonal.of_stored(V)
+        return Orthogonal(V, signs=signs_of(self.signs).to(V.dtype))
 
     @property
     def weight(self) -> Tensor:
         """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
         cached = self._cached_weight()
-        return svd_dense(*self._factors(), form=self._functional_form) if cached is None else cached
+        return svd_dense(*self._factors(), form=self.form) if cached is None else cached
 
     def _form(self) -> Tensor:
-        return svd_dense(*self._factors(), form=self._functional_form).contiguous()
+        return svd_dense(*self._factors(), form=self.form).contiguous()
 
     def set_weight_(self, weight: Tensor) -> LinearOrthogonal:
         """Makes W the matrix with orthonormal rows or columns that is nearest to ``weight``: (out, in).
@@ -392,8 +390,8 @@ class LinearOrthogonal(_Linear):
         weight = self._matching(weight, (self.out_features, self.in_features))
         U, sigma, Vh = torch.linalg.svd(weight, full_matrices=False)
         W = U @ Vh
-        factors = compact_from_dense(W.mT if self.out_features < self.in_features else W)
-        return Factors(self._as_parameters(*factors), relative_change(sigma, torch.ones_like(sigma)))
+        V = compact_from_dense(W.mT if self.out_features < self.in_features else W)
+        return Factors(self._as_parameters(V), relative_change(sigma, torch.ones_like(sigma)))
 
     def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
         signs = state_dict.get(prefix + "signs")
@@ -411,13 +409,12 @@ class LinearOrthogonal(_Linear):
         return self.reflectors.new_zeros(())
 
 
-def _initial(like: Tensor, init: str) -> tuple[Tensor, Tensor]:
-    """Compact reflectors of the shape, dtype and device of ``like`` and the signs of the first columns."""
+def _initial(like: Tensor, init: str) -> Tensor:
+    """Compact reflectors of the shape, dtype and device of ``like``."""
     k, d = like.shape
     if init == "haar":
         return haar_compact(k, d, dtype=like.dtype, device=like.device)
-    V = torch.zeros(k, d, dtype=like.dtype, device=like.device)
-    return V, -V.new_ones(k)
+    return -torch.eye(k, d, dtype=like.dtype, device=like.device)
 
 
 def _as_autocast(out: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fasth.private import transform_active
-from fasth.reflections import library
-from fasth.reflections.core import core, core_for
+from fasth.reflections import operators_for_compile
+from fasth.reflections.core import core
+from fasth.reflections.plan import CORE, backend_for
 
 NONLINEARITIES = ("tanh", "relu", "modrelu")  # Activation in native/recurrence.hpp
 
@@ -38,7 +38,7 @@ def recurrence(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, nonlineari
     """
     f = NONLINEARITIES.index(nonlinearity)
     one_step = len(x) == 1 if times.sizes is None else len(times.sizes) == 1  # for which W need not be packed
-    if one_step or transform_active() or core_for(x, W, h0, bias) is None:
+    if one_step or backend_for(x, W, h0, bias) != CORE:
         return _in_torch(x, W, h0, bias, f, times)
     return Recurrence.apply(x, W, h0, bias, f, times)
 
@@ -81,7 +81,7 @@ class Recurrence(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, times: Times) -> Tensor:
         sizes, reverse = times
         if is_compiling():
-            out = library.recurrence(x, sizes, W, h0, bias, f, reverse)
+            out = operators_for_compile.recurrence(x, sizes, W, h0, bias, f, reverse)
         else:
             out = core().recurrence(x, sizes, W, h0, bias, f, reverse, torch.get_num_threads())
         ctx.f, ctx.times = f, times
@@ -97,7 +97,7 @@ class Recurrence(torch.autograd.Function):
             # A second derivative is to follow, or g is a batch of gradients.
             dx, dh0, dbias = _gradients_in_torch(g, W, out, f, times)
         elif is_compiling():
-            dx, dh0, dbias = library.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
+            dx, dh0, dbias = operators_for_compile.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
         else:
             threads = torch.get_num_threads()
             dx, dh0, dbias = core().recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs, threads)

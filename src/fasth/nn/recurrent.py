@@ -17,7 +17,6 @@ from fasth.nn.init import rotations
 from fasth.nn.linear import LinearOrthogonal, LinearSVD
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
-from fasth.reflections.autograd import diagonal_signs
 
 Self = TypeVar("Self", bound="Recurrent")
 
@@ -106,13 +105,13 @@ class Recurrent(Factored):
         else:
             gate = LinearSVD(m, n, False, **options, spectrum=self.spectrum)
         if init not in INITS and not gate._first().is_meta:
-            Q, signs = compact_from_dense(rotations(n, init, **like))
+            Q = compact_from_dense(rotations(n, init, **like))
             if self.spectrum is None:
-                gate._write(**gate._as_parameters(Q, signs))
+                gate._write(**gate._as_parameters(Q))
             else:  # U is the rotation, and V the identity
-                sigma, sides = torch.ones_like(signs), torch.stack((signs, -torch.ones_like(signs)))
+                sigma = Q.new_ones(n)
                 start = {"sigma": self.spectrum.start(sigma)}
-                gate._write(**gate._as_parameters(Q, sigma, torch.zeros_like(Q), sides) | start)
+                gate._write(**gate._as_parameters(Q, sigma, -torch.eye(n, **like)) | start)
         return gate
 
     def _stacked(self, gates: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
@@ -138,8 +137,7 @@ class Recurrent(Factored):
         if self.spectrum is not None:
             of_gates = reflectors if self._gates == 1 else reflectors.unflatten(0, (self._gates, -1))
             return SVD.of_shared(of_gates, sigma)
-        Q = Orthogonal(reflectors, form="compact", signs=diagonal_signs(reflectors, len(reflectors)))
-        return SVD(Q, sigma, reflectors.new_empty(0, len(reflectors)))
+        return SVD(Orthogonal.of_stored(reflectors), sigma, reflectors.new_empty(0, len(reflectors)))
 
     @property
     def svds(self) -> dict[str, SVD]:
@@ -154,7 +152,7 @@ class Recurrent(Factored):
         matrices = []
         for reflectors, sigma in self._gate_factors(where):
             of = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
-            matrices.append(svd_dense(*of, form="signed"))
+            matrices.append(svd_dense(*of))
         return matrices[0].contiguous() if len(matrices) == 1 else torch.cat(matrices)
 
     def __getattr__(self, name: str) -> Any:
@@ -250,6 +248,11 @@ class Recurrent(Factored):
         else:
             output, *hidden = kernel(input, states, weights, *options, self.batch_first)
         return output, hidden
+
+    @staticmethod
+    def _for_caller(output: Tensor) -> Tensor:
+        """A copy of an output that is saved for backward, since the caller may change what it gets in place."""
+        return output.clone() if torch.is_grad_enabled() and output.requires_grad else output
 
     def _as_list(self, hx: Any) -> list[Tensor]:
         return [hx]

@@ -13,8 +13,7 @@ from fasth.functional import autocast_enabled
 from fasth.nn.factored import one_of
 from fasth.nn.recurrence import NONLINEARITIES, Times, last_states, recurrence
 from fasth.nn.recurrent import Recurrent
-from fasth.private import transform_active
-from fasth.reflections.core import core_for
+from fasth.reflections.plan import CORE, backend_for
 
 EPS = 0.01
 
@@ -125,12 +124,11 @@ class RNNSVD(Recurrent):
                 outputs.append(self._layer(x, *next(weights), times))
                 hidden.append(last_states(outputs[-1], times))
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        x = self._for_caller(x) if directions == 1 else x
         return x.transpose(0, 1) if self.batch_first and sizes is None else x, [torch.stack(hidden)]
 
     def _on_core(self, input: Tensor, hx: Tensor) -> bool:
-        return (
-            not (transform_active() or autocast_enabled(input)) and core_for(input, hx, self.weight_ih_l0) is not None
-        )
+        return not autocast_enabled(input) and backend_for(input, hx, self.weight_ih_l0) == CORE
 
     def _layer(self, x: Tensor, where: str, weights: list[Tensor], h0: Tensor, times: Times) -> Tensor:
         W_ih, W_hh, *biases = weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasth import private
-from fasth.functional import autocast_enabled
+from fasth.functional import as_reflectors, autocast_enabled
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +82,7 @@ class Matrix(ABC):
         if X.dtype != self.dtype:
             if not autocast_enabled(X):
                 raise TypeError(f"`X` should be {self.dtype}, as {self!r} is; got {X.dtype}")
-            X = X.to(self.dtype)
+            X = as_reflectors(X, self.dtype)
         if X.device != self.device:
             raise ValueError(f"`X` should be on {self.device}, as {self!r} is; got {X.device}")
         return X
@@ -124,7 +124,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 def values_known(t: Tensor) -> bool:
     """Whether a decision may depend on the numbers in t: it has some, and nobody traces or maps the computation."""
     return not (
-        torch.compiler.is_compiling() or t.is_meta or private.transform_active() or private.dispatch_mode_active()
+        torch.compiler.is_compiling() or t.is_meta or private.transform_active() or private.dispatch_modes()
     )
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fasth.functional import reflect
 from fasth.operators.matrix import Matrix, broadcast_batches, computing_dtype, values_known
+from fasth.reflections.autograd import diagonal_signs
 from fasth.reflections.blocked import expand_compact
-
-FORMS = ("full", "triangular", "compact")
+from fasth.reflections.plan import FORMS
 
 
 class Orthogonal(Matrix):
@@ -29,6 +29,7 @@ class Orthogonal(Matrix):
     form: str
     signs: Tensor | None
     transposed: bool
+    _signs_are_stored: bool = False  # on the diagonal of V, where ``svd_linear`` finds them
 
     def __init__(self, V: Tensor, *, form: str = "full", signs: Tensor | None = None) -> None:
         check_form(form)
@@ -38,7 +39,19 @@ class Orthogonal(Matrix):
             raise ValueError(f"`V` should have shape (r, d) or (*b, r, d), one reflector a row; got {tuple(V.shape)}")
         if signs is not None:
             _check_signs(signs, V)
+        if form == "compact":  # what stands on the diagonal is not used; ones stand for no signs
+            V = with_diagonal(V, V.new_ones(min(V.shape[-2:])))
         self.V, self.form, self.signs, self.transposed = V, form, signs, False
+
+    @classmethod
+    def of_stored(cls, V: Tensor, form: str = "compact") -> Orthogonal:
+        """From compact reflectors with the signs of their columns on the diagonal, held in the given form."""
+        signs = diagonal_signs(V, min(V.shape[-2:]))
+        if form != "compact":
+            return cls(expand_compact(V), form=form, signs=signs)
+        Q = object.__new__(cls)
+        Q.V, Q.form, Q.signs, Q.transposed, Q._signs_are_stored = V, form, signs, False, True
+        return Q
 
     @classmethod
     def from_dense(cls, Q: Tensor, form: str = "compact") -> Orthogonal:
@@ -56,8 +69,7 @@ class Orthogonal(Matrix):
     @classmethod
     def from_orthonormal(cls, Q: Tensor, form: str, dtype: torch.dtype) -> Orthogonal:
         """``from_dense`` without its check, and the factors rounded to the dtype."""
-        V, signs = compact_from_dense(Q)
-        return cls(in_form(V, form).to(dtype), form=form, signs=signs.to(dtype))
+        return cls.of_stored(compact_from_dense(Q).to(dtype), form)
 
     @classmethod
     def identity(
@@ -71,8 +83,7 @@ class Orthogonal(Matrix):
         """I, as d reflections of one coordinate each with the signs that undo them: no gradient of V vanishes."""
         check_form(form)
         _check_size(d)
-        V = torch.zeros(d, d, dtype=dtype, device=device)
-        return cls(in_form(V, form), form=form, signs=V.new_full((d,), -1.0))
+        return cls.of_stored(-torch.eye(d, dtype=dtype, device=device), form)
 
     @classmethod
     def haar(
@@ -87,8 +98,7 @@ class Orthogonal(Matrix):
         """A random orthogonal matrix, uniform over all of them: Haar-distributed. O(d²) operations."""
         check_form(form)
         _check_size(d)
-        V, signs = haar_compact(d, d, dtype=dtype, device=device, generator=generator)
-        return cls(in_form(V, form), form=form, signs=signs)
+        return cls.of_stored(haar_compact(d, d, dtype=dtype, device=device, generator=generator), form)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,6 +115,7 @@ class Orthogonal(Matrix):
         """Qᵀ = Q⁻¹."""
         view = object.__new__(Orthogonal)
         view.V, view.form, view.signs, view.transposed = self.V, self.form, self.signs, not self.transposed
+        view._signs_are_stored = self._signs_are_stored
         return view
 
     def det(self) -> Tensor:
@@ -149,19 +160,19 @@ class Orthogonal(Matrix):
         return self.form
 
 
-def compact_from_dense(Q: Tensor) -> tuple[Tensor, Tensor]:
-    """V, signs with Q = (H₁⋯H_k · diag(signs))[:, :k], V compact.  Q: (*b, d, k) → (*b, k, d), (*b, k).
+def compact_from_dense(Q: Tensor) -> Tensor:
+    """V with Q = (H₁⋯H_k · diag(signs))[:, :k], compact, with the signs on its diagonal.  Q: (*b, d, k) → (*b, k, d).
 
     The columns of Q should be orthonormal: then its QR decomposition, computed by LAPACK's ``geqrf`` in 2·d·k²
-    operations, has an R that is diagonal with entries ±1. Every entry of V is within ±1; it is zero on the diagonal and
-    left of it. Constants to autograd.
+    operations, has an R that is diagonal with entries ±1. Every entry of V is within ±1, and zero left of the diagonal.
+    A constant to autograd.
     """
     A, tau = torch.geqrf(Q.detach().to(computing_dtype(Q.dtype)))
     k = Q.shape[-1]
     R = A.diagonal(dim1=-2, dim2=-1)[..., :k]
     # Where the column was already zero below the diagonal, LAPACK leaves out the reflection; a compact one is there.
     signs = torch.where((R < 0) != (tau == 0), -1.0, 1.0)
-    return A.mT.triu(1).to(Q.dtype), signs.to(Q.dtype)
+    return with_diagonal(A.mT.triu(1), signs).to(Q.dtype)
 
 
 def haar_compact(
@@ -171,23 +182,26 @@ def haar_compact(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """V: (k, d) compact and signs: (k,) such that the first k ≤ d columns of Q are Haar-distributed. O(k·d) operations.
+) -> Tensor:
+    """V: (k, d), compact, such that the first k ≤ d columns of Q are Haar-distributed. O(k·d) operations.
 
     Row i is v = x + sign(x₁)‖x‖e₁ over v₁ with x Gaussian of d − i entries, whose reflection takes x/‖x‖, uniform on
-    the sphere, to −sign(x₁)e₁. As v is the same for −x, that sign is independent of v, and drawn on its own.
+    the sphere, to −sign(x₁)e₁. As v is the same for −x, that sign is independent of v, and drawn on its own. The signs
+    stand on the diagonal.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     x = torch.randn(k, d, dtype=computing_dtype(dtype), device=device, generator=generator).triu()
     first = x.diagonal()
     pivot = first + torch.linalg.vector_norm(x, dim=-1).copysign(first)
     signs = torch.randint(2, (k,), device=device, generator=generator) * 2 - 1
-    return (x / pivot.unsqueeze(-1)).triu(1).to(dtype), signs.to(dtype)
+    return with_diagonal((x / pivot.unsqueeze(-1)).triu(1), signs).to(dtype)
 
 
-def in_form(V: Tensor, form: str) -> Tensor:
-    """Compact reflectors as those of the given form."""
-    return V if form == "compact" else expand_compact(V)
+def with_diagonal(reflectors: Tensor, signs: Tensor) -> Tensor:
+    """Compact reflectors (*, r, d) with signs (*, k) on the first k entries of the diagonal, row-major."""
+    reflectors = reflectors.clone(memory_format=torch.contiguous_format)
+    reflectors.diagonal(dim1=-2, dim2=-1)[..., : signs.shape[-1]] = signs
+    return reflectors
 
 
 def check_form(form: str) -> None:

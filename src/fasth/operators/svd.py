@@ -12,7 +12,6 @@ from torch import Tensor
 from fasth.functional import svd_dense, svd_linear
 from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, has_entry
 from fasth.operators.orthogonal import Orthogonal, check_form
-from fasth.reflections.autograd import diagonal_signs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,8 +72,7 @@ class SVD(Matrix):
         for; of a batch, (*b, n, m), they are made at once. The signs on the diagonal are those of V's columns.
         """
         if matrix.ndim > 2:
-            signs = diagonal_signs(matrix, sigma.shape[-1])
-            return cls(Orthogonal(matrix.mT, form="compact"), sigma, Orthogonal(matrix, form="compact", signs=signs))
+            return cls(Orthogonal(matrix.mT, form="compact"), sigma, Orthogonal.of_stored(matrix))
         svd = object.__new__(cls)
         svd.sigma, svd._shared = sigma, matrix
         return svd
@@ -82,10 +80,9 @@ class SVD(Matrix):
     def __getattr__(self, name: str) -> Any:
         if name not in ("U", "V") or self._shared is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        matrix = self._shared
-        signs = diagonal_signs(matrix, self.sigma.shape[-1])
-        self.U = Orthogonal(matrix.mT, form="compact", signs=signs if self._transposed else None)
-        self.V = Orthogonal(matrix, form="compact", signs=None if self._transposed else signs)
+        U, V = self._shared.mT, self._shared
+        self.U = Orthogonal.of_stored(U) if self._transposed else Orthogonal(U, form="compact")
+        self.V = Orthogonal(V, form="compact") if self._transposed else Orthogonal.of_stored(V)
         return getattr(self, name)
 
     @property
@@ -108,7 +105,7 @@ class SVD(Matrix):
         if not self._is_one_product():
             return super().dense()
         if self._shared is not None:
-            return svd_dense(self._shared, self.sigma, form="signed")
+            return svd_dense(self._shared, self.sigma)
         return svd_dense(self.U.V, self._signed_sigma(), self.V.V, form=self.U.form)
 
     def inverse(self) -> Self:
@@ -253,7 +250,7 @@ class SVD(Matrix):
 
     def _svd_linear(self, X: Tensor) -> Tensor:
         if self._shared is not None:
-            return svd_linear(X, self._shared, self.sigma, form="signed")
+            return svd_linear(X, self._shared, self.sigma)
         return svd_linear(X, self.U.V, self._signed_sigma(), self.V.V, form=self.U.form)
 
     def _is_one_product(self) -> bool:
@@ -265,9 +262,10 @@ class SVD(Matrix):
         return U.form == V.form and not (batched or U.transposed or V.transposed)
 
     def _signed_sigma(self) -> Tensor:
-        """sigma times the signs of U's and V's first k columns: (k,)."""
+        """sigma times the signs of U's and V's first k columns, but for those that ``svd_linear`` finds: (k,)."""
         sigma, k = self.sigma, self.sigma.shape[-1]
-        for signs in (self.U.signs_of(k), self.V.signs_of(k)):
+        for Q in (self.U, self.V):
+            signs = None if Q._signs_are_stored else Q.signs_of(k)
             sigma = sigma if signs is None else sigma * signs
         return sigma
 

@@ -1,167 +1,54 @@
 """One autograd Function for x Qᵀ, and one for x Wᵀ with W = U Σ Vᵀ: the same in eager mode and under torch.compile.
 
-Both call the compiled core or the Triton kernels: directly in eager mode, by the operators of the two library.py while
-a graph is traced. Householder also has the PyTorch path, blocked.py, which serves what neither takes.
+Both carry out a plan. ``saved`` is a sequence of tensors that the backend which made them understands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fasth.reflections import blocked, library
-from fasth.reflections.backends import CORE, TORCH, TRITON, has_memory
-from fasth.reflections.core import core
-from fasth.reflections.heuristics import SAVE_A, SAVE_T
-from fasth.reflections.library import COMPACT, FULL, SIGNED
+from fasth.reflections import blocked, operators_for_compile
+from fasth.reflections import core as compiled
+from fasth.reflections.plan import COMPACT, CORE, FULL, SAVE_A, SAVE_T, TORCH, TRITON, Plan
 from fasth.reflections.precision import ieee_products
-from fasth.reflections.triton import library as triton_library
-
-
-class Options(NamedTuple):
-    """How to multiply by a product of reflections."""
-
-    transpose: bool
-    kind: int
-    block_size: int
-    save: int
-    backend: str
-    of_identity: bool = False  # x are the first rows of the identity, in x Qᵀ, and get no gradient
-    warps: int = 0  # of the kernels; 0: as many as by default
 
 
 class Householder(torch.autograd.Function):
-    """x, V ↦ x Qᵀ, or x Q if ``transpose``.  x: (*, d), V: (r, d); or x: (B, m, d), V: (B, r, d)."""
+    """x, V ↦ x Qᵀ, or x Q if ``plan.transpose``.  x: (*, d), V: (r, d); or x: (B, m, d), V: (B, r, d)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, V: Tensor, options: Options) -> Tensor:
-        out, *saved = _FORWARD[options.backend](x, V, options)
-        ctx.options = options
-        ctx.save_for_backward(V, out if ctx.needs_input_grad[1] else None, *saved)
+    def forward(ctx: Any, x: Tensor, V: Tensor, plan: Plan) -> Tensor:
+        out, *saved = _on_backend(plan, "householder", x, V)
+        needs_V = ctx.needs_input_grad[1]
+        ctx.plan = plan
+        ctx.save_for_backward(
+            x if needs_V else None,  # for second derivatives alone
+            V,
+            out if needs_V and not plan.copy_output else None,
+            *saved,
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        V, out, *saved = ctx.saved_tensors
-        options, (needs_x, needs_V, _) = ctx.options, ctx.needs_input_grad
-        again = torch.is_grad_enabled()
-        if options.backend == TORCH or again or not _readable(g, options.backend):
-            # What was saved is constant to autograd, and another backend's is laid out in another way.
-            saved = [] if again or options.backend != TORCH else saved
-            return *_gradients_in_torch(g, out, V, saved, options, needs_x, needs_V), None
-        gradients = _gradients_on_core if options.backend == CORE else _gradients_by_kernels
-        dx, dV = gradients(g, out, V, saved, options, needs_x, needs_V)
-        return dx if needs_x else None, dV if needs_V else None, None
+        x, V, output, *saved = ctx.saved_tensors
+        plan, needs = ctx.plan, ctx.needs_input_grad[:2]
+        if _has_to_compose(g, plan.backend):
+            x = torch.zeros_like(g) if x is None else x  # any value will do: V needs no gradient
 
+            def multiply(x: Tensor, V: Tensor) -> Tensor:
+                return compose(x, V, plan.form, plan.transpose, plan.block_size)
 
-def _readable(g: Tensor, backend: str) -> bool:
-    """Whether the backend takes g. A batch of gradients has no memory to read."""
-    return is_compiling() or (core().accepts(g) if backend == CORE else has_memory(g))
-
-
-def _forward_on_core(x: Tensor, V: Tensor, options: Options) -> tuple[Tensor, ...]:
-    transpose, kind, block_size, save, _, of_identity, _ = options
-    if is_compiling():
-        return library.householder(x, V, transpose, kind, block_size, save, of_identity)
-    threads = torch.get_num_threads()
-    return core().householder(x, V, transpose, kind, block_size, threads, save, of_identity)
-
-
-def _gradients_on_core(
-    g: Tensor, out: Tensor | None, V: Tensor, saved: Sequence[Tensor], options: Options, needs_x: bool, needs_V: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    transpose, kind, block_size, _, _, of_identity, _ = options
-    needs = needs_x, needs_V, of_identity
-    if is_compiling():
-        return library.householder_backward(g, out, V, *saved, transpose, kind, block_size, *needs)
-    threads = torch.get_num_threads()
-    return core().householder_backward(g, out, V, *saved, transpose, kind, block_size, threads, *needs)
-
-
-def _forward_by_kernels(x: Tensor, V: Tensor, options: Options) -> tuple[Tensor, ...]:
-    transpose, kind, _, save, _, of_identity, warps = options
-    if is_compiling():
-        return triton_library.householder(x, V, transpose, kind, save > 0, of_identity)
-    return kernels().householder(x, V, transpose, kind, save > 0, of_identity, warps)
-
-
-def _gradients_by_kernels(
-    g: Tensor, out: Tensor | None, V: Tensor, saved: Sequence[Tensor], options: Options, needs_x: bool, needs_V: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    how = options.transpose, options.kind, needs_x, needs_V
-    if is_compiling():
-        return triton_library.householder_backward(g, out, V, *saved, *how)
-    return kernels().householder_backward(g, out, V, *saved, *how, options.warps)
-
-
-def kernels() -> Any:
-    """What launches the Triton kernels, imported when it is first needed."""
-    from fasth.reflections.triton import launch
-
-    return launch
-
-
-def _forward_in_torch(x: Tensor, V: Tensor, options: Options) -> tuple[Tensor, ...]:
-    rows, reflectors = _for_blocked(x, V, options.kind)
-    with ieee_products(x):
-        out, *saved = blocked.forward(
-            rows,
-            reflectors,
-            transpose=options.transpose,
-            triangular=options.kind != FULL,
-            block_size=options.block_size,
-            save_states=options.save >= SAVE_A,
-        )
-    return out.reshape(x.shape), *(saved if options.save else ())
-
-
-_FORWARD = {CORE: _forward_on_core, TRITON: _forward_by_kernels, TORCH: _forward_in_torch}
-
-
-def _gradients_in_torch(
-    g: Tensor,
-    out: Tensor | None,
-    V: Tensor,
-    saved: Sequence[Tensor],
-    options: Options,
-    needs_x: bool,
-    needs_V: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Differentiable in g, out and V if nothing was saved."""
-    kind = options.kind
-    rows, reflectors = _for_blocked(g, V, kind)
-    after = rows if out is None else out.reshape(rows.shape)
-    with ieee_products(g):
-        dx, dV = blocked.gradients(
-            rows, after, reflectors, options.transpose, kind != FULL, options.block_size, needs_x, needs_V, saved
-        )
-    if kind >= COMPACT and dV is not None:
-        dV = dV.triu(1)
-        if kind == SIGNED:
-            guard = sign_guard(V.detach().reshape(dV.shape).diagonal(dim1=-2, dim2=-1))
-            dV = torch.diagonal_scatter(dV, guard, dim1=-2, dim2=-1)
-    return None if dx is None else dx.reshape(g.shape), None if dV is None else dV.reshape(V.shape)
-
-
-def _for_blocked(x: Tensor, V: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """x as (B, m, d) and V as (B, r, d), compact reflectors written out."""
-    V = blocked.expand_compact(V) if kind >= COMPACT else V
-    return (x, V) if V.ndim == 3 else (x.reshape(1, -1, V.shape[-1]), V.unsqueeze(0))
-
-
-class SVDOptions(NamedTuple):
-    """How to multiply by U Σ Vᵀ."""
-
-    kind: int
-    block_size: int
-    save: int
-    backend: str  # the core, or the kernels
-    symmetric: bool  # U and V are one tensor, which is then given as U alone: torch.compile takes none twice
+            dx, dV = _gradients_by_autograd(multiply, (x, V), g, needs)
+            return dx, dV if dV is None or plan.form != COMPACT else with_sign_guard(dV, V), None
+        dx, dV = _on_backend(plan, "householder_backward", g, output, V, saved, needs)
+        return dx if needs[0] else None, dV if needs[1] else None, None
 
 
 class SVDLinear(torch.autograd.Function):
@@ -172,72 +59,119 @@ class SVDLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        U: Tensor,
-        sigma: Tensor | None,
-        V: Tensor | None,
-        bias: Tensor | None,
-        options: SVDOptions,
+        ctx: Any, x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
     ) -> Tensor:
-        V = U if options.symmetric else V
-        out, inner, product, *saved = _svd_forward(x, U, sigma, V, bias, options)
-        ctx.options = options
-        product = out if bias is None and x.dtype in (torch.float32, torch.float64) else product
-        ctx.save_for_backward(x, U, sigma, None if options.symmetric else V, bias, inner, product, *saved)
+        out, *saved = _on_backend(plan, "svd_linear", x, U, sigma, U if plan.symmetric else V, bias)
+        ctx.plan = plan
+        ctx.save_for_backward(x, U, sigma, V, bias, None if plan.copy_output else out, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, U, sigma, V, bias, inner, product, *saved = ctx.saved_tensors
-        options, needs = ctx.options, ctx.needs_input_grad[:5]
-        if torch.is_grad_enabled() or not _readable(g, options.backend):  # a second derivative, or batched gradients
-            return *_differentiable_gradients(g, (x, U, sigma, V, bias), options, needs), None
-        V = U if options.symmetric else V
-        found = _svd_backward(g, (inner, product, U, sigma, V, *saved), options, needs)
+        x, U, sigma, V, bias, output, *saved = ctx.saved_tensors
+        plan, needs = ctx.plan, ctx.needs_input_grad[:5]
+        if _has_to_compose(g, plan.backend):
+
+            def product(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
+                k = min(plan.block_size, *V.shape) if len(V) else 1
+                return Householder.apply(x, V, Plan(TORCH, form, transpose, k, SAVE_T))
+
+            def multiply(x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None) -> Tensor:
+                return svd_by_products(product, x, U, sigma, U if plan.symmetric else V, bias, plan.form)
+
+            return *_gradients_by_autograd(multiply, (x, U, sigma, V, bias), g, needs), None
+        V = U if plan.symmetric else V
+        found = _on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs)
         return *(t if need else None for t, need in zip(found, needs, strict=True)), None
 
 
-def _svd_forward(
-    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, options: SVDOptions
-) -> tuple[Tensor, ...]:
-    kind, block_size, save, backend, _ = options
-    if backend == TRITON:
-        operator = triton_library.svd_linear if is_compiling() else kernels().svd_linear
-        return operator(x, U, sigma, V, bias, kind, save > 0)
+# Where the work is done.
+
+
+def _on_backend(plan: Plan, name: str, *arguments: Any) -> Sequence[Any]:
+    """Calls the function of that name, which every backend has: with the arguments and the plan."""
+    if plan.backend == TORCH:
+        return _BLOCKED[name](*arguments, plan)
     if is_compiling():
-        return library.svd_linear(x, U, sigma, V, bias, kind, block_size, save)
-    return core().svd_linear(x, U, sigma, V, bias, kind, block_size, torch.get_num_threads(), save)
+        return getattr(operators_for_compile, name)(*arguments, plan)
+    if plan.backend == TRITON:
+        return getattr(kernels(), name)(*arguments, plan)
+    return getattr(compiled._core, name)(*arguments, plan, torch.get_num_threads())
 
 
-def _svd_backward(
-    g: Tensor, factors: Sequence[Tensor | None], options: SVDOptions, needs: Sequence[bool]
-) -> Sequence[Tensor | None]:
-    kind, block_size, _, backend, symmetric = options
-    if backend == TRITON:
-        operator = triton_library.svd_linear_backward if is_compiling() else kernels().svd_linear_backward
-        return operator(g, *factors, kind, needs, symmetric)
+def kernels() -> Any:
+    """The module that launches the Triton kernels, imported when it is first needed."""
+    from fasth.reflections.triton import launch
+
+    return launch
+
+
+def _has_to_compose(g: Tensor, backend: str) -> bool:
+    """True for a second derivative, and where the backend cannot read g, as in a batch of gradients."""
+    if torch.is_grad_enabled():
+        return True
     if is_compiling():
-        return library.svd_linear_backward(g, *factors, kind, block_size, needs, symmetric)
-    return core().svd_linear_backward(g, *factors, kind, block_size, torch.get_num_threads(), needs, symmetric)
+        return False
+    if backend == CORE:
+        return not compiled.core().accepts(g)
+    return not _has_memory(g)
 
 
-def _differentiable_gradients(
-    g: Tensor, inputs: Sequence[Tensor | None], options: SVDOptions, needs: Sequence[bool]
-) -> list[Tensor | None]:
-    def multiply(x: Tensor, V: Tensor, kind: int, transpose: bool) -> Tensor:
-        k = min(options.block_size, *V.shape) if len(V) else 1
-        return Householder.apply(x, V, Options(transpose, kind, k, SAVE_T, TORCH))
+def _has_memory(t: Tensor) -> bool:
+    """True if the numbers of a tensor are in memory of its own, and not negated. In a transform they are not."""
+    if type(t) is not Tensor or t.is_neg():
+        return False
+    try:
+        t.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        inputs = [t if t is None else t.view_as(t) for t in inputs]  # their history is not to be differentiated here
-        wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-        x, U, sigma, V, bias = inputs
-        assert x is not None and U is not None
-        out = svd_by_products(multiply, x, U, sigma, U if options.symmetric else V, bias, kind=options.kind)
-        found = iter(torch.autograd.grad(out, wanted, g, create_graph=again))
-    return [next(found) if need else None for need in needs]
+
+# In PyTorch's operations.
+
+
+def _householder_in_blocks(x: Tensor, V: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+    rows, reflectors = _for_blocked(x, V, plan.form)
+    with ieee_products(x):
+        out, *saved = blocked.forward(
+            rows,
+            reflectors,
+            transpose=plan.transpose,
+            triangular=plan.form != FULL,
+            block_size=plan.block_size,
+            save_states=plan.save >= SAVE_A,
+        )
+    out = out.reshape(x.shape)
+    copy = (out.clone(),) if plan.copy_output else ()
+    return out, *copy, *(saved if plan.save else ())
+
+
+def _householder_backward_in_blocks(
+    g: Tensor, output: Tensor | None, V: Tensor, saved: Sequence[Tensor], needs: Sequence[bool], plan: Plan
+) -> tuple[Tensor | None, Tensor | None]:
+    if plan.copy_output:
+        output, *saved = saved
+    rows, reflectors = _for_blocked(g, V, plan.form)
+    after = rows if output is None else output.reshape(rows.shape)
+    options = plan.transpose, plan.form != FULL, plan.block_size
+    with ieee_products(g):
+        dx, dV = blocked.gradients(rows, after, reflectors, *options, *needs, saved)
+    if dV is not None:
+        dV = dV.reshape(V.shape)
+        dV = with_sign_guard(dV.triu(1), V) if plan.form == COMPACT else dV
+    return None if dx is None else dx.reshape(g.shape), dV
+
+
+_BLOCKED = {"householder": _householder_in_blocks, "householder_backward": _householder_backward_in_blocks}
+
+
+def compose(x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int) -> Tensor:
+    """x Qᵀ, or x Q, as a composition of PyTorch's operations."""
+    rows, reflectors = _for_blocked(x, V, form)
+    with ieee_products(x):
+        out = blocked.householder(rows, reflectors, transpose=transpose, triangular=form != FULL, block_size=block_size)
+    return out.reshape(x.shape)
 
 
 def svd_by_products(
@@ -247,42 +181,70 @@ def svd_by_products(
     sigma: Tensor | None,
     V: Tensor | None,
     bias: Tensor | None,
-    *,
-    kind: int,
+    form: int,
 ) -> Tensor:
-    """x Wᵀ + bias as two products. ``multiply(x, V, kind, transpose)`` is x Qᵀ, or x Q, by the reflections of V."""
-    sigma = signed_sigma(U, sigma, V, kind)
+    """x Wᵀ + bias as two products. ``multiply(x, V, form, transpose)`` is x Qᵀ, or x Q, by the reflections of V."""
+    sigma = signed_sigma(U, sigma, V, form)
     U, V = (U.mT, U) if V is None else (U, V)
     k, n = len(sigma), U.shape[-1]
-    rows = multiply(x, V, kind, True)[..., :k] * sigma
-    out = multiply(F.pad(rows, (0, n - k)), U, kind, False)
+    rows = multiply(x, V, form, True)[..., :k] * sigma
+    out = multiply(F.pad(rows, (0, n - k)), U, form, False)
     return out if bias is None else out + bias
 
 
-def signed_sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, kind: int) -> Tensor:
-    """sigma, or ones in its place, times the signs that signed reflectors have on their diagonals."""
+def _gradients_by_autograd(
+    function: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    g: Tensor,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of those ``inputs`` that need one, by autograd through ``function(*inputs)``."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # What the inputs were computed from is not to be differentiated here.
+        inputs = [t if t is None else t.view_as(t) for t in inputs]
+        wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+        found = iter(torch.autograd.grad(function(*inputs), wanted, g, create_graph=again))
+    return [next(found) if need else None for need in needs]
+
+
+def _for_blocked(x: Tensor, V: Tensor, form: int) -> tuple[Tensor, Tensor]:
+    """x as (B, m, d) and V as (B, r, d), compact reflectors written out."""
+    V = blocked.expand_compact(V) if form == COMPACT else V
+    return (x, V) if V.ndim == 3 else (x.reshape(1, -1, V.shape[-1]), V.unsqueeze(0))
+
+
+# The signs on the diagonal of compact reflectors.
+
+
+def signed_sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -> Tensor:
+    """sigma, or ones in its place, times the signs on the diagonals of compact reflectors."""
     if sigma is None:
         sigma = U.new_ones(min(U.shape) if V is None else min(U.shape[1], V.shape[1]))
-    for t in (U, V) if kind == SIGNED else ():
+    for t in (U, V) if form == COMPACT and V is not U else ():
         if t is not None and len(t):
-            sigma = sigma * diagonal_signs(t, len(sigma))
+            signs = diagonal_signs(t, len(sigma))
+            missing = len(sigma) - len(signs)
+            sigma = sigma * (F.pad(signs, (0, missing), value=1.0) if missing else signs)
     return sigma
 
 
 def diagonal_signs(reflectors: Tensor, k: int) -> Tensor:
-    """Those of the first k entries of the diagonal: (*b, k), 1 or −1; constants to autograd."""
+    """The signs of the first k entries of the diagonal: (*b, k), 1 or −1; constants to autograd."""
     return signs_of(reflectors.detach().diagonal(dim1=-2, dim2=-1)[..., :k])
-
-
-def sign_guard(diagonal: Tensor) -> Tensor:
-    """The gradient of diagonal entries that have signs: zero, and close to zero what pushes an entry away from there.
-
-    An optimizer that adds its decay to the gradient, as Adam does, would take an entry without any to zero and beyond,
-    and the sign should not change.
-    """
-    return torch.where(diagonal.abs() < 0.25, torch.where(diagonal.signbit(), 0.1, -0.1), 0.0).to(diagonal.dtype)
 
 
 def signs_of(t: Tensor) -> Tensor:
     """1 or −1, by the sign bit: weight decay may make an entry −0, and that is still negative."""
     return torch.where(t.detach().signbit(), -1.0, 1.0).to(t.dtype)
+
+
+def with_sign_guard(gradient: Tensor, reflectors: Tensor) -> Tensor:
+    """``gradient`` with that of the signs on its diagonal: zero, and for an entry close to zero what pushes it away.
+
+    An optimizer that adds its decay to the gradient, as Adam does, would take an entry without any to zero and beyond,
+    and the sign should not change.
+    """
+    diagonal = reflectors.detach().diagonal(dim1=-2, dim2=-1)
+    guard = torch.where(diagonal.abs() < 0.25, torch.where(diagonal.signbit(), 0.1, -0.1), 0.0)
+    return torch.diagonal_scatter(gradient, guard.to(gradient.dtype), dim1=-2, dim2=-1)

@@ -1,4 +1,4 @@
-"""Loading the compiled CPU core: which one, when it may be used, and whether it takes given tensors."""
+"""Loads the compiled CPU core for the best instruction set that this machine and this build have."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
-
-from fasth import private
 
 LEVELS = ("baseline", "avx2", "avx512")
 BACKENDS = ("auto", "core", "torch", "triton")
 
 _OPERATIONS = ("householder", "svd_linear", "recurrence")
 _FUNCTIONS = ("connect", "accepts", *_OPERATIONS, *(f"{name}_backward" for name in _OPERATIONS))
-_SWITCH = {"on": True, "1": True, "true": True, "yes": True, "": True}
-_SWITCH |= {"off": False, "0": False, "false": False, "no": False, "disabled": False}
 
 
 def machine_level() -> str:
@@ -35,18 +30,11 @@ def available_levels() -> list[str]:
 
 
 def backend_setting() -> str:
-    """``FASTH_BACKEND``: "auto", "core", "torch" or "triton". ``FASTH_CORE=off`` is another way to say "torch"."""
+    """``FASTH_BACKEND``: "auto", "core", "torch" or "triton"."""
     backend = os.environ.get("FASTH_BACKEND", "auto").strip().lower() or "auto"
     if backend not in BACKENDS:
         raise ValueError(f"FASTH_BACKEND should be one of {', '.join(BACKENDS)}; got {backend!r}")
-    switch = os.environ.get("FASTH_CORE", "on").strip().lower()
-    if switch not in _SWITCH:
-        raise ValueError(f"FASTH_CORE should be on or off; got {switch!r}")
-    if _SWITCH[switch] or backend == "triton":
-        return backend
-    if backend == "core":
-        raise ValueError("FASTH_BACKEND=core and FASTH_CORE=off contradict each other")
-    return "torch"
+    return backend
 
 
 def interpreting() -> bool:
@@ -106,31 +94,6 @@ def load(level: str) -> ModuleType:
     table = Tensor.__dlpack_c_exchange_api__  # DLPack's C functions to read tensors
     module.connect(Tensor, torch.nn.Parameter, torch.empty_like, contiguous, table)
     return module
-
-
-def core_for(*tensors: Tensor | None) -> Any:
-    """The compiled core where it serves these tensors, None where the PyTorch path does.
-
-    It takes unwrapped float32 and float64 CPU tensors. Under ``torch.compile`` the same core is called by operators,
-    but not in an exported program, which should run without fasth.
-    """
-    compiled = core()
-    if compiled is None:
-        return None
-    if torch.compiler.is_compiling():
-        return compiled if not private.is_exporting() and _traceable(tensors) else None
-    if private.dispatch_mode_active() or is_tracing():  # torch.jit.trace would record the results as constants
-        return None
-    return compiled if compiled.accepts(*tensors) else None
-
-
-def _traceable(tensors: tuple[Tensor | None, ...]) -> bool:
-    """``accepts`` for tensors that are being traced, and have no memory."""
-    given = [t for t in tensors if t is not None]
-    if not all(type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu for t in given):
-        return False
-    dtype = given[0].dtype
-    return dtype in (torch.float32, torch.float64) and all(t.dtype == dtype for t in given)
 
 
 def _spec(level: str) -> Any:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fasth.private import TorchDispatchMode
-from fasth.reflections.backends import counting_kernels
-from fasth.reflections.library import FULL
+from fasth.reflections.plan import counting_kernels
+from fasth.reflections.plan import FULL
 from fasth.reflections.triton.configurations import LONGEST
 from fasth.reproduce.methods import Method
 

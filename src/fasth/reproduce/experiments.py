@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fasth import functional
 from fasth.reflections import library
-from fasth.reflections.backends import backend_for
+from fasth.reflections.plan import backend_for
 from fasth.reproduce import baselines, counts, operations
 from fasth.reproduce.methods import (
     BASELINES,

@@ -7,17 +7,8 @@ STEP = 8  # reflections in a step of the sweep; with 16 and 8 warps all of Y goe
 GROUP = 32  # reflections whose gradient one program finds
 LONGEST = 2048  # numbers in a row that one program holds
 
-# Warps of the sweep by the number of columns, rounded up to a power of two: the default first, then what tuning tries.
-SWEEP_WARPS: dict[int, tuple[int, ...]] = {
-    16: (1,),
-    32: (1,),
-    64: (1, 2),
-    128: (2, 4),
-    256: (4, 8),
-    512: (4, 8),
-    1024: (8,),
-    2048: (16,),
-}
+# Warps of the sweep by the number of columns, rounded up to a power of two.
+SWEEP_WARPS = {16: 1, 32: 1, 64: 1, 128: 2, 256: 4, 512: 4, 1024: 8, 2048: 16}
 # Registers that a thread of the sweep may take on NVIDIA's GPUs. Left alone, their assembler prefers to spill a few.
 SWEEP_REGISTERS = {128: 168, 1024: 255}
 DEFAULT_REGISTERS = 128

@@ -13,25 +13,24 @@ specialized: a new one compiles nothing.
 import triton
 import triton.language as tl
 
-# Kind in native/layout.hpp; those of ``library.py``, as the compiler reads them.
+# The forms of ``plan.py``, as the compiler reads them.
 TRIANGULAR = tl.constexpr(1)
 COMPACT = tl.constexpr(2)
-SIGNED = tl.constexpr(3)
 
 
 @triton.jit
-def load_reflectors(V, i, j, r, d, row_stride, col_stride, KIND: tl.constexpr):
+def load_reflectors(V, i, j, r, d, row_stride, col_stride, FORM: tl.constexpr):
     """Rows i and columns j of V, as the reflectors that they stand for: zeros, and ones, where nothing is stored."""
     row, col = i[:, None], j[None, :]
     inside = (row < r) & (col < d)
     stored = inside
-    if KIND == TRIANGULAR:
+    if FORM == TRIANGULAR:
         stored = inside & (col >= row)
-    if KIND >= COMPACT:
+    if FORM == COMPACT:
         stored = inside & (col > row)
     place = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
     y = tl.load(place, mask=stored, other=0.0).to(tl.float32)
-    if KIND >= COMPACT:
+    if FORM == COMPACT:
         y = tl.where(inside & (col == row), 1.0, y)
     return y
 
@@ -66,7 +65,7 @@ def stored(x, POINTER):
 @triton.jit
 def factors(
     V, T, SCALE, r, d, batch_stride, row_stride, col_stride, blocks,
-    KIND: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, BD: tl.constexpr,
+    FORM: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """T: (B, blocks, K, K) of every block of V: (B, r, d), and the power of two that each reflector is multiplied by.
 
@@ -78,11 +77,11 @@ def factors(
     i = tl.arange(0, K)
     reflections = block * K + i
     start = 0
-    if KIND >= TRIANGULAR:
+    if FORM >= TRIANGULAR:
         start = block * K // BD * BD
     largest = tl.zeros([K], tl.float32)
     for c in range(start, d, BD):
-        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, KIND)
+        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, FORM)
         largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
     # 2 to the minus exponent of the largest entry, by its bits. The limits keep both powers normal numbers.
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
@@ -90,7 +89,7 @@ def factors(
     tl.store(SCALE + batch * (blocks * K) + reflections, scale)
     gram = tl.zeros([K, K], tl.float32)
     for c in range(start, d, BD):
-        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, KIND) * scale[:, None]
+        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, FORM) * scale[:, None]
         gram += tl.dot(y, tl.trans(y), input_precision="ieee")
     row, col = i[:, None], i[None, :]
     squared_norms = tl.sum(tl.where(row == col, gram, 0.0), 1)
@@ -105,13 +104,13 @@ def factors(
 
 @triton.jit(do_not_specialize=["m", "m2"])
 def sweep(
-    X, X2, OUT, UNBIASED, V, SCALE, T, Z, STATES,
+    X, X2, OUT, COPY, V, SCALE, T, Z, STATES,
     SIGMA, U_DIAGONAL, V_DIAGONAL, BIAS,
     m, m2, r, d, x_columns, x_stride, out_columns, blocks, batch_stride, row_stride, col_stride, U_stride, V_stride,
-    LAST_FIRST: tl.constexpr, KIND: tl.constexpr,
+    LAST_FIRST: tl.constexpr, FORM: tl.constexpr,
     K: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     OF_IDENTITY: tl.constexpr, RECORD: tl.constexpr, SCALED: tl.constexpr, HAS_SIGMA: tl.constexpr,
-    U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_UNBIASED: tl.constexpr,
+    U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_COPY: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row through all blocks, x Qᵀ if LAST_FIRST and x Q otherwise, held in the registers of one program.
@@ -119,7 +118,7 @@ def sweep(
     Rows are those of X: (B, m, ≥ x_columns), then those of X2: (B, m2, d). A step takes K reflections, for which the
     K × K squares on the diagonal of T, of blocks of TK, serve as their T. For a weight U Σ Vᵀ the rows of X are
     multiplied by sigma and its signs as they are read, and the bias is added as rows are written, and the rows without
-    it to UNBIASED. Columns beyond ``x_columns`` are zero, those beyond ``out_columns`` are not written.
+    it to COPY. Columns beyond ``x_columns`` are zero, those beyond ``out_columns`` are not written.
 
     RECORD is for the gradient: Z: (B, m + m2, blocks·K), and the rows before each group of reflections, GROUP at a
     time, STATES: (B, groups, m + m2, d).
@@ -132,7 +131,7 @@ def sweep(
     first_step = 0
     if OF_IDENTITY:
         a = tl.where(j == row, 1.0, 0.0)
-        if KIND >= TRIANGULAR:  # reflections after the row-th leave it as it is
+        if FORM >= TRIANGULAR:  # reflections after the row-th leave it as it is
             first_step = tl.maximum(blocks - 1 - row // K, 0)
     elif row < m:
         given = j < x_columns
@@ -156,7 +155,7 @@ def sweep(
                 group = batch * tl.cdiv(blocks * K, GROUP) + block * K // GROUP
                 tl.store(STATES + (group * total + row) * d + j, a, mask=inside)
         scale = tl.load(SCALE + batch * (blocks * K) + reflections)
-        y = load_reflectors(V, reflections, j, r, d, row_stride, col_stride, KIND) * scale[:, None]
+        y = load_reflectors(V, reflections, j, r, d, row_stride, col_stride, FORM) * scale[:, None]
         t = tl.load(T + (batch * blocks + block) * K * TK + block * K % TK + i[:, None] * TK + i[None, :])
         s = tl.sum(y * a[None, :], 1)
         if LAST_FIRST:  # s Tᵀ
@@ -169,8 +168,8 @@ def sweep(
     if row < m:
         written = j < out_columns
         place = (batch * m + row) * out_columns + j
-        if HAS_UNBIASED:
-            tl.store(UNBIASED + place, a, mask=written)
+        if HAS_COPY:
+            tl.store(COPY + place, stored(a, COPY), mask=written)
         if HAS_BIAS:
             a += tl.load(BIAS + j, mask=written, other=0.0).to(tl.float32)
         tl.store(OUT + place, stored(a, OUT), mask=written)
@@ -180,7 +179,7 @@ def sweep(
 def gradient(
     V, SCALE, Z, STATES, DV,
     m, r, used, d, batch_stride, row_stride, col_stride, dv_batch_stride, dv_row_stride, dv_col_stride, known,
-    TRANSPOSE: tl.constexpr, KIND: tl.constexpr, SHARED: tl.constexpr, DIAGONAL: tl.constexpr,
+    TRANSPOSE: tl.constexpr, FORM: tl.constexpr, SHARED: tl.constexpr, DIAGONAL: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """∂V of GROUP reflections and BD columns: N Y − Zᵀ g − Rᵀ O, times the scale of each, one program each.
@@ -217,15 +216,15 @@ def gradient(
     N = tl.where(half, M - tl.trans(M), 0.0)
     scale = tl.load(SCALE + batch * known + i, mask=(i < known) & some, other=0.0)[:, None]
     V += batch * batch_stride
-    y = load_reflectors(V, i, j, used, d, row_stride, col_stride, KIND) * scale
+    y = load_reflectors(V, i, j, used, d, row_stride, col_stride, FORM) * scale
     dV = (dY + tl.dot(N, y, input_precision=PRECISION)) * scale
     row, col = i[:, None], j[None, :]
-    if KIND == TRIANGULAR:
+    if FORM == TRIANGULAR:
         dV = tl.where(col >= row, dV, 0.0)
-    if KIND >= COMPACT:
+    if FORM == COMPACT:
         dV = tl.where(col > row, dV, 0.0)
     written = (row < r) & (col < d)
-    if KIND == SIGNED:
+    if FORM == COMPACT:
         on_diagonal = written & (col == row)
         place = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
         diagonal = tl.load(place, mask=on_diagonal, other=1.0).to(tl.float32)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasth.reflections.library import FULL, SIGNED
+from fasth.reflections.plan import COMPACT, FULL, Plan
 from fasth.reflections.precision import tf32_allowed
 from fasth.reflections.triton import kernels
 from fasth.reflections.triton.configurations import (
@@ -39,7 +39,7 @@ class Side(NamedTuple):
     """A product of reflections: V: (B, r, d), T: (B, blocks, BLOCK, BLOCK) and the scales: (B, blocks·BLOCK)."""
 
     V: Tensor
-    kind: int
+    form: int
     T: Tensor
     scale: Tensor
 
@@ -66,109 +66,94 @@ class Sigma(NamedTuple):
 NO_SIGMA = Sigma(None, 0, (None, None))
 
 
-def householder(
-    x: Tensor, V: Tensor, transpose: bool, kind: int, save: bool, of_identity: bool = False, warps: int = 0
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x Qᵀ, or x Q if ``transpose``; T and the scales if they are to be saved.  x: (*, d) or (B, m, d)."""
-    side = factored(V, kind)
+def householder(x: Tensor, V: Tensor, plan: Plan) -> list[Tensor]:
+    """x Qᵀ, or x Q; then what is saved: a copy of it, T and the scales.  x: (*, d) or (B, m, d)."""
+    side = factored(V, plan.form)
     rows = _rows(x, V)
     out = torch.empty_like(rows)
-    sweep(side, rows, out=out, last_first=not transpose, of_identity=of_identity, warps=warps)
-    return out.reshape(x.shape), side.T if save else None, side.scale if save else None
+    copy = torch.empty_like(rows) if plan.copy_output else None
+    sweep(side, rows, out=out, copy=copy, last_first=not plan.transpose, of_identity=plan.of_identity)
+    saved = [copy] if copy is not None else []
+    return [out.reshape(x.shape), *saved, *((side.T, side.scale) if plan.save else ())]
 
 
 def householder_backward(
-    g: Tensor,
-    out: Tensor | None,
-    V: Tensor,
-    T: Tensor | None,
-    scale: Tensor | None,
-    transpose: bool,
-    kind: int,
-    needs_x: bool,
-    needs_V: bool,
-    warps: int = 0,
+    g: Tensor, output: Tensor | None, V: Tensor, saved: Sequence[Tensor], needs: Sequence[bool], plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and V, each None where it is not needed."""
-    side = factored(V, kind, T, scale)
+    needs_x, needs_V = needs
+    if plan.copy_output:
+        output, *saved = saved
+    side = factored(V, plan.form, *saved)
     rows = _rows(g, V)
     dx = torch.empty_like(rows)
     if not needs_V:
-        sweep(side, rows, out=dx, last_first=transpose, warps=warps)
+        sweep(side, rows, out=dx, last_first=plan.transpose)
         return dx.reshape(g.shape), None
-    assert out is not None
-    states = sweep(side, rows, _rows(out, V), out=dx, last_first=transpose, record=True, warps=warps)
+    assert output is not None
+    states = sweep(side, rows, _rows(output, V), out=dx, last_first=plan.transpose, record=True)
     dV = torch.empty_like(side.V)
-    gradient(side, states, dV, transpose)
+    gradient(side, states, dV, plan.transpose)
     return dx.reshape(g.shape) if needs_x else None, dV.reshape(V.shape)
 
 
 def svd_linear(
-    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, kind: int, save: bool
-) -> tuple[Tensor | None, ...]:
-    """x Wᵀ + bias; then, if they are to be saved, x Q_V, x Wᵀ, and T and the scales of V and of U.  x: (*, m) → (*, n).
+    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
+) -> list[Tensor]:
+    """x Wᵀ + bias; then what is saved: x Q_V, x Wᵀ, and T and the scales of V and of U.  x: (*, m) → (*, n).
 
-    x Q_V and x Wᵀ are float32, whatever the dtype; the latter is None where the output is just that.
+    x Q_V and x Wᵀ are float32, whatever the dtype.
     """
-    of_U, of_V = _sides(U, V, kind)
+    of_U, of_V = _sides(U, V, plan.form)
     n, m = of_U.V.shape[-1], of_V.V.shape[-1]
-    scaling = _sigma(U, sigma, V, kind, min(n, m))
+    scaling = _sigma(U, sigma, V, plan.form, min(n, m))
     rows = _rows(x, of_V.V[0])
     inner = rows.new_empty(rows.shape, dtype=torch.float32)
     out = rows.new_empty(1, rows.shape[1], n)
-    product = torch.empty_like(out, dtype=torch.float32) if save and _rounds(x, bias) else None
+    copy = torch.empty_like(out, dtype=torch.float32) if plan.copy_output else None
     sweep(of_V, rows, out=inner, last_first=False)
     bias = bias if bias is None else bias.contiguous()
-    sweep(of_U, inner, out=out, last_first=True, sigma=scaling, bias=bias, unbiased=product)
+    sweep(of_U, inner, out=out, copy=copy, last_first=True, sigma=scaling, bias=bias)
     out = out.reshape(*x.shape[:-1], n)
-    if not save:
-        return out, *[None] * 6
-    return out, inner[0], product, of_V.T, of_V.scale, of_U.T, of_U.scale
-
-
-def _rounds(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether the output is more, or less, than the product in float32."""
-    return bias is not None or x.dtype != torch.float32
+    if not plan.save:
+        return [out]
+    return [out, inner[0], *([copy] if copy is not None else []), of_V.T, of_V.scale, of_U.T, of_U.scale]
 
 
 def svd_linear_backward(
     g: Tensor,
-    inner: Tensor,
-    product: Tensor,
+    output: Tensor | None,
     U: Tensor,
     sigma: Tensor | None,
     V: Tensor | None,
-    T_V: Tensor,
-    scale_V: Tensor,
-    T_U: Tensor,
-    scale_U: Tensor,
-    kind: int,
+    saved: Sequence[Tensor],
     needs: Sequence[bool],
-    symmetric: bool = False,
+    plan: Plan,
 ) -> list[Tensor | None]:
     """The gradients of x, U, sigma, V and the bias, each None where it is not needed.
 
-    That of one matrix with both sides is U's, and so is the sum of both where U and V are the same: ``symmetric``.
+    That of one matrix with both sides is U's, and so is the sum of both where U and V are the same.
     """
     needs_x, needs_U, needs_sigma, needs_V, needs_bias = needs
-    needs_V = needs_U if symmetric else needs_V
-    of_U, of_V = _sides(U, V, kind, (T_U, scale_U, T_V, scale_V))
+    needs_V = needs_U if plan.symmetric else needs_V
+    inner, *products, T_V, scale_V, T_U, scale_U = saved
+    of_U, of_V = _sides(U, V, plan.form, (T_U, scale_U, T_V, scale_V))
     n, m = of_U.V.shape[-1], of_V.V.shape[-1]
-    scaling = _sigma(U, sigma, V, kind, min(n, m))
-    rows, inner, product = _rows(g, of_U.V[0]), inner.contiguous(), product.contiguous()
+    scaling = _sigma(U, sigma, V, plan.form, min(n, m))
+    rows, inner = _rows(g, of_U.V[0]), inner.contiguous()
     train_U, train_V = needs_U and len(of_U.V[0]) > 0, (needs_U if V is None else needs_V) and len(of_V.V[0]) > 0
     g_inner = rows.new_empty(1, rows.shape[1], scaling.k, dtype=torch.float32)
     dx = rows.new_empty(1, rows.shape[1], m)
     of_rows_U = of_rows_V = None
     if train_U or needs_sigma or train_V or needs_x:
-        of_rows_U = sweep(
-            of_U, rows, product.reshape(rows.shape) if train_U else None, out=g_inner, last_first=False, record=train_U
-        )
+        product = products[0] if products else output
+        other = product.contiguous().reshape(rows.shape) if train_U and product is not None else None
+        of_rows_U = sweep(of_U, rows, other, out=g_inner, last_first=False, record=train_U)
     if train_V or needs_x:
         other = inner[None] if train_V else None
         of_rows_V = sweep(of_V, g_inner, other, out=dx, last_first=True, sigma=scaling, record=train_V)
     dU, dV = _gradients_of_sides(U, V, of_U, of_V, of_rows_U, of_rows_V, needs_U, needs_V)
-    if symmetric and dU is not None and dV is not None:
+    if plan.symmetric and dU is not None and dV is not None:
         dU, dV = dU + dV, None
     dsigma, dbias = sums_over_rows(rows[0], g_inner[0], inner, scaling, needs_sigma, needs_bias)
     return [dx.reshape(*g.shape[:-1], m) if needs_x else None, dU, dsigma, dV, dbias]
@@ -198,28 +183,28 @@ def _gradients_of_sides(
     return dU, dV
 
 
-def _sides(U: Tensor, V: Tensor | None, kind: int, saved: Sequence[Tensor | None] = (None,) * 4) -> tuple[Side, Side]:
+def _sides(U: Tensor, V: Tensor | None, form: int, saved: Sequence[Tensor | None] = (None,) * 4) -> tuple[Side, Side]:
     T_U, scale_U, T_V, scale_V = saved
     reflectors_U, reflectors_V = (U.mT, U) if V is None else (U, V)
-    of_V = factored(reflectors_V, kind, T_V, scale_V)
-    return of_V if V is U else factored(reflectors_U, kind, T_U, scale_U), of_V
+    of_V = factored(reflectors_V, form, T_V, scale_V)
+    return of_V if V is U else factored(reflectors_U, form, T_U, scale_U), of_V
 
 
-def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, kind: int, most: int) -> Sigma:
+def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, most: int) -> Sigma:
     def diagonal(t: Tensor | None) -> Tensor | None:
-        return t if kind == SIGNED and t is not None and len(t) else None
+        return t if form == COMPACT and t is not None and len(t) else None
 
     values = None if sigma is None else sigma.contiguous()
     return Sigma(values, most if values is None else len(values), (diagonal(U), diagonal(V)))
 
 
-def factored(V: Tensor, kind: int, T: Tensor | None = None, scale: Tensor | None = None) -> Side:
+def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None = None) -> Side:
     """The side of V: (r, d) or (B, r, d), whose T and scales are computed if they are not given. One launch."""
     V = V if V.ndim == 3 else V[None]
     if T is not None and scale is not None:
-        return Side(V, kind, T, scale)
+        return Side(V, form, T, scale)
     B, _, d = V.shape
-    blocks = -(-_used(V, kind) // BLOCK)
+    blocks = -(-_used(V, form) // BLOCK)
     T = V.new_empty(B, blocks, BLOCK, BLOCK, dtype=torch.float32)
     scale = V.new_empty(B, blocks * BLOCK, dtype=torch.float32)
     _launch(
@@ -229,16 +214,16 @@ def factored(V: Tensor, kind: int, T: Tensor | None = None, scale: Tensor | None
         V=V,
         T=T,
         SCALE=scale,
-        r=_used(V, kind),
+        r=_used(V, form),
         d=d,
         **_strides(V),
         blocks=blocks,
-        KIND=kind,
+        FORM=form,
         K=BLOCK,
         LEVELS=BLOCK.bit_length() - 1,
         BD=chunk(d),
     )
-    return Side(V, kind, T, scale)
+    return Side(V, form, T, scale)
 
 
 class Recorded(NamedTuple):
@@ -257,13 +242,15 @@ def sweep(
     last_first: bool,
     sigma: Sigma = NO_SIGMA,
     bias: Tensor | None = None,
-    unbiased: Tensor | None = None,
+    copy: Tensor | None = None,
     record: bool = False,
     of_identity: bool = False,
-    warps: int = 0,
 ) -> Recorded | None:
-    """Rows of x: (B, m, ·), and of x2: (B, m, d), through all blocks of a side; those of x into out. One launch."""
-    V, kind, T, scale = side
+    """Rows of x: (B, m, ·), and of x2: (B, m, d), through all blocks of a side; those of x into out. One launch.
+
+    ``copy`` gets the rows of out, without the bias.
+    """
+    V, form, T, scale = side
     B, _, d = V.shape
     m, total = x.shape[1], x.shape[1] + (0 if x2 is None else x2.shape[1])
     known = scale.shape[1]
@@ -277,11 +264,11 @@ def sweep(
     _launch(
         kernels.sweep,
         B * total,
-        {"num_warps": warps or SWEEP_WARPS[D][0], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
+        {"num_warps": SWEEP_WARPS[D], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
         X=x,
         X2=x if x2 is None else x2,
         OUT=out,
-        UNBIASED=unbiased,
+        COPY=copy,
         V=V,
         SCALE=scale,
         T=T,
@@ -291,7 +278,7 @@ def sweep(
         BIAS=bias,
         m=m,
         m2=total - m,
-        r=_used(V, kind),
+        r=_used(V, form),
         d=d,
         x_columns=sigma.k if scaled else d,
         x_stride=x.shape[2],
@@ -300,7 +287,7 @@ def sweep(
         **_strides(V),
         **sigma.arguments(),
         LAST_FIRST=last_first,
-        KIND=kind,
+        FORM=form,
         K=STEP,
         TK=BLOCK,
         GROUP=GROUP,
@@ -310,7 +297,7 @@ def sweep(
         SCALED=scaled,
         HAS_SIGMA=sigma.values is not None,
         HAS_BIAS=bias is not None,
-        HAS_UNBIASED=unbiased is not None,
+        HAS_COPY=copy is not None,
         STAGES=2,
     )
     return recorded
@@ -325,7 +312,7 @@ def gradient(
     diagonal: bool = False,
 ) -> None:
     """Writes the gradient of the side's reflectors to dV: (B, r, d), of any strides. One launch."""
-    V, kind, _, scale = side
+    V, form, _, scale = side
     B, r, d = V.shape
     if recorded is None:  # no reflectors
         return
@@ -341,13 +328,13 @@ def gradient(
         DV=dV,
         m=recorded.Z.shape[1] // 2,
         r=r,
-        used=_used(V, kind),
+        used=_used(V, form),
         d=d,
         **_strides(V),
         **of_dV,
         known=scale.shape[1],
         TRANSPOSE=transpose,
-        KIND=kind,
+        FORM=form,
         SHARED=shared,
         DIAGONAL=diagonal,
         GROUP=GROUP,
@@ -395,10 +382,10 @@ def _rows(x: Tensor, V: Tensor) -> Tensor:
     return (x if V.ndim == 3 else x.reshape(1, x.numel() // d, d)).contiguous()
 
 
-def _used(V: Tensor, kind: int) -> int:
+def _used(V: Tensor, form: int) -> int:
     """How many reflectors there are: of triangular and compact ones those beyond d are zero."""
     r, d = V.shape[-2:]
-    return r if kind == FULL else min(r, d)
+    return r if form == FULL else min(r, d)
 
 
 def _strides(V: Tensor) -> dict[str, int]:
