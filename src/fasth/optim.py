@@ -9,13 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-from fasth.nn import RNNSVD, LinearOrthogonal, LinearSymmetric
-from fasth.nn.factors import SVDFactors
-from fasth.nn.recurrent import Recurrent
-from fasth.parametrizations import OrthogonalWeight, SVDWeight
+from fasth.nn.held_weight import HeldWeight, held_weights
 from fasth.spectrum import Spectrum, free
 
 __all__ = ["param_groups"]
@@ -23,6 +19,7 @@ __all__ = ["param_groups"]
 OptimizerClass: TypeAlias = type[Optimizer]
 
 SIGMA, DENSE, REFLECTORS, VECTORS = KINDS = ("sigma", "dense", "reflectors", "vectors")
+CONSTANT = "constant"  # not for an optimizer
 
 # A step of these is as long as the gradient. That of any other optimizer has its rate's size, whatever the gradient's.
 _STEP_FOLLOWS_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)
@@ -98,23 +95,10 @@ def param_groups(
 
 
 class _Role(NamedTuple):
-    """What a parameter is for, and by how much its rate is larger than that of a dense weight."""
+    """The purpose of a parameter, and by how much its rate is larger than that of a dense weight."""
 
     kind: str
     factor: float = 1.0
-
-
-class _Weight(NamedTuple):
-    """What a module holds as its factors: W: (n, m) with ``rank`` singular values."""
-
-    n: int
-    m: int
-    rank: int
-    form: str
-    spectrum: Spectrum
-    # What the rates of sigma and of reflectors are multiplied by: less than 1 in an RNN that is made to remember.
-    for_sigma: float = 1.0
-    for_reflectors: float = 1.0
 
 
 class _Rule(NamedTuple):
@@ -122,65 +106,51 @@ class _Rule(NamedTuple):
 
     follows_gradient: bool  # the optimizer's step, as SGD's does
 
-    def sigma(self, W: _Weight) -> float:
-        factor, slope = (math.sqrt(W.n) + math.sqrt(W.m)) / 2, _slope(W.spectrum)
-        factor *= W.for_sigma
-        return factor / slope**2 if self.follows_gradient else factor / slope * _thinness(W)
+    def sigma(self, held: HeldWeight) -> float:
+        n, m = held.shape[-2:]
+        factor, slope = (math.sqrt(n) + math.sqrt(m)) / 2, _slope(held.spectrum or free())
+        factor *= held.rates[0]
+        return factor / slope**2 if self.follows_gradient else factor / slope * _thinness(held)
 
-    def reflectors(self, W: _Weight) -> float:
-        factor = 1.0 if W.form == "compact" else math.sqrt(0.5)
-        return W.for_reflectors * (0.3 * factor**2 if self.follows_gradient else factor * _thinness(W))
+    def reflectors(self, held: HeldWeight) -> float:
+        factor = math.sqrt(0.5) if held.form == "full" else 1.0
+        return held.rates[1] * (0.3 * factor**2 if self.follows_gradient else factor * _thinness(held))
 
 
-def _thinness(W: _Weight) -> float:
+def _thinness(held: HeldWeight) -> float:
     """A weight of lower rank has fewer numbers, and moves less when each of them moves by the rate."""
-    return math.sqrt(min(W.n, W.m) / W.rank)
+    return math.sqrt(min(held.shape[-2:]) / held.rank)
 
 
 def _roles(model: nn.Module, rule: _Rule | None) -> dict[nn.Parameter, _Role]:
     """Without a rule all factors are 1."""
     roles: dict[nn.Parameter, _Role] = {}
     for module in model.modules():
-        weight = _weight_of(module)
+        held = _roles_of_factors(module, rule)
         for name, parameter in module.named_parameters(recurse=False):
-            if weight is not None and name == "signs":
-                continue  # constants
             if is_lazy(parameter):
                 raise ValueError(f"`model` should have seen a first batch, which sets the size of its {module}")
-            role = _role(weight, name.removesuffix("_orig"), parameter, rule)  # as torch.nn.utils.prune renames it
+            # PyTorch's pruning renames a parameter, and puts what is left of it in its place.
+            role = held.get(id(getattr(module, name.removesuffix("_orig"), parameter)))
+            if role is None:
+                role = _Role(DENSE if parameter.ndim >= 2 else VECTORS)
             # Held twice, as a reflector and as something else: it is a reflector, and does not decay.
-            if parameter not in roles or role.kind == REFLECTORS:
+            if role.kind != CONSTANT and (parameter not in roles or role.kind == REFLECTORS):
                 roles[parameter] = role
     return roles
 
 
-def _role(weight: _Weight | None, name: str, parameter: nn.Parameter, rule: _Rule | None) -> _Role:
-    if weight is not None and name.startswith(("sigma", "original1")):
-        return _Role(SIGMA, rule.sigma(weight) if rule else 1.0)
-    if weight is not None and (name in ("U", "V") or name.startswith(("reflectors", "original"))):
-        return _Role(REFLECTORS, rule.reflectors(weight) if rule else 1.0)
-    return _Role(DENSE if parameter.ndim >= 2 else VECTORS)
-
-
-def _weight_of(module: Any) -> _Weight | None:
-    """What a module holds as its factors, if it does; an RNN's weights are alike."""
-    if isinstance(module, ParametrizationList) and isinstance(module[0], (OrthogonalWeight, SVDWeight)):
-        n, m = module[0].shape[-2:]
-        return _Weight(n, m, min(n, m), "compact", getattr(module[0], "spectrum", free()))
-    if isinstance(module, SVDFactors):
-        return _Weight(*module._matrix_shape, module.rank, module.form, module.spectrum)
-    if isinstance(module, Recurrent):
-        n, m = module._matrix_shape
-        spectrum, smaller = module.spectrum or free(), (1.0, 1.0)
-        if isinstance(module, RNNSVD) and module.spectrum is None:
-            smaller = (1.0, 0.05)
-        elif isinstance(module, RNNSVD) and spectrum.bounded:
-            smaller = (0.01, 0.025)  # what it remembers passes through two orthogonal matrices, U and V
-        return _Weight(n, m, min(n, m), "compact", spectrum, *smaller)
-    if isinstance(module, (LinearOrthogonal, LinearSymmetric)):
-        n, m = module.out_features, module.in_features
-        return _Weight(n, m, min(n, m), module.form, getattr(module, "spectrum", free()))
-    return None
+def _roles_of_factors(module: nn.Module, rule: _Rule | None) -> dict[int, _Role]:
+    """The roles of the tensors that a module holds as factors, by their id."""
+    roles: dict[int, _Role] = {}
+    for held in held_weights(module):
+        reflectors = _Role(REFLECTORS, rule.reflectors(held) if rule else 1.0)
+        roles |= {id(t): reflectors for t in (held.U, held.V) if t is not None}
+        if held.sigma is not None:
+            roles[id(held.sigma)] = _Role(SIGMA, rule.sigma(held) if rule else 1.0)
+        if held.signs is not None:
+            roles[id(held.signs)] = _Role(CONSTANT)
+    return roles
 
 
 def _slope(spectrum: Spectrum) -> float:

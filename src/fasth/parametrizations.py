@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from fasth.functional import svd_dense
 from fasth.nn.factored import one_of
 from fasth.nn.factors import check_signs, joined, one_side, put_signs, spectrum_or_free
+from fasth.nn.held_weight import HeldWeight
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
 from fasth.spectrum import Spectrum
@@ -131,6 +132,10 @@ class OrthogonalWeight(_Weight):
         n, m = weight.shape[-2:]
         self.wide = n < m
 
+    def held_weight(self, originals: Any) -> HeldWeight:
+        """W, from the tensors of PyTorch's list of parametrizations."""
+        return HeldWeight("", tuple(self.shape), originals.original, None, None, "compact", None)
+
     def forward(self, X: Tensor) -> Tensor:
         """W, from its reflectors.  (*b, n, m) → (*b, n, m), in about 4·n·m·min(n, m) operations."""
         if 0 in X.shape:
@@ -175,6 +180,11 @@ class SVDWeight(_Weight):
     def svd(self, reflectors: Tensor, sigma: Tensor) -> SVD:
         """W as its factors, differentiable."""
         return SVD.of_shared(reflectors, self.spectrum(sigma))
+
+    def held_weight(self, originals: Any) -> HeldWeight:
+        """W, from the tensors of PyTorch's list of parametrizations."""
+        factors = originals.original0, originals.original1, None
+        return HeldWeight("", tuple(self.shape), *factors, "compact", self.spectrum)
 
     def forward(self, reflectors: Tensor, sigma: Tensor) -> Tensor:
         """W, from its factors.  (*b, n, m), (*b, min(n, m)) → (*b, n, m)."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fasth.nn.held_weight import named_held_weights
 from fasth.operators.matrix import computing_dtype
-from fasth.spectra import weights_of
 
 __all__ = ["nuclear_norm"]
 
@@ -24,7 +24,8 @@ def nuclear_norm(model: nn.Module) -> Tensor:
         >>> model, x, y = fasth.LinearSVD(64, 10), torch.randn(32, 64), torch.randint(10, (32,))
         >>> loss = F.cross_entropy(model(x), y) + 1e-3 * nuclear_norm(model)
     """
-    weights = {tuple(map(id, weight.factors)): weight for weight in weights_of(model) if weight.trained}
+    held = [weight for _, weight in named_held_weights(model) if weight.trained and not weight.is_changed]
+    weights = {tuple(map(id, weight.factors)): weight for weight in held}
     if not weights:
         raise ValueError(
             "`model` should hold a weight as its SVD, as LinearSVD does and to_svd makes them; "

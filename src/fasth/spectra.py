@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
-from fasth.nn import LinearOrthogonal, LinearSymmetric
-from fasth.nn.factors import SVDFactors
-from fasth.nn.recurrent import Recurrent
-from fasth.parametrizations import OrthogonalWeight, SVDWeight
+from fasth.nn.held_weight import named_held_weights
 
 __all__ = ["LayerSpectrum", "Spectra", "spectra"]
 
@@ -31,7 +27,13 @@ def spectra(model: nn.Module) -> Spectra:
         2      10×64         1       1         1          1
     """
     with torch.no_grad():
-        return Spectra(list(_layers(model)))
+        return Spectra(
+            [
+                LayerSpectrum(name, held.shape, held.singular_values.detach().abs().sort(-1, descending=True).values)
+                for name, held in named_held_weights(model)
+                if not held.is_changed
+            ]
+        )
 
 
 class LayerSpectrum(NamedTuple):
@@ -120,68 +122,3 @@ def new_axes() -> Any:
     except ImportError as error:
         raise ImportError("`plot` needs matplotlib; get it with pip install fasth[reproduce]") from error
     return pyplot.subplots(layout="constrained")[1]
-
-
-class Weight(NamedTuple):
-    """A weight that is held as its factors, as it is now."""
-
-    name: str  # as in ``LayerSpectrum``
-    shape: tuple[int, ...]
-    singular_values: Tensor  # (k,), or (*b, k), of any sign and order; differentiable
-    trained: bool  # whether they are: those of an orthogonal weight are constants
-    factors: tuple[Tensor, ...]  # the tensors that it is made of, without the signs: shared weights share all of them
-
-
-def weights_of(model: nn.Module) -> Iterator[Weight]:
-    """What ``model`` holds as its factors. A module that it holds twice comes once."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
-    for path, module in model.named_modules():
-        for weight in _weights_of(module):
-            # A parametrized tensor is known by the name that it has in its module.
-            parts = [part for part in (*path.split("."), weight.name) if part not in ("", "parametrizations")]
-            yield weight._replace(name=".".join(parts), singular_values=_whole(weight.singular_values))
-
-
-def _layers(model: nn.Module) -> Iterator[LayerSpectrum]:
-    for name, shape, sigma, *_ in weights_of(model):
-        yield LayerSpectrum(name, shape, sigma.detach().abs().sort(-1, descending=True).values)
-
-
-def _whole(sigma: Any) -> Tensor:
-    """Gathered, if it is sharded over processes."""
-    return sigma.full_tensor() if hasattr(sigma, "full_tensor") else sigma
-
-
-def _weights_of(module: Any) -> Iterator[Weight]:
-    """Those of one module, by the names that they have in it.
-
-    sigma is gathered before it is mapped: torch 2.10 has no softplus of a sharded tensor.
-    """
-    if isinstance(module, Recurrent):
-        for name, factor_names in module._dense_names().items():
-            sigma = module._sigma(module._place(name))
-            shape = (*sigma.shape[:-1], *module._matrix_shape)
-            yield Weight(name, shape, sigma, module.spectrum is not None, _factors(module, factor_names))
-    elif isinstance(module, LinearOrthogonal):
-        shape, ones = (module.out_features, module.in_features), module.reflectors.new_ones(len(module.reflectors))
-        yield Weight("", shape, ones, False, _factors(module, module._factor_names))
-    elif isinstance(module, (LinearSymmetric, SVDFactors)):
-        shape = module._matrix_shape if isinstance(module, SVDFactors) else (module.out_features, module.in_features)
-        yield Weight("", shape, module.spectrum(_whole(module.sigma)), True, _factors(module, module._factor_names))
-    elif isinstance(module, ParametrizationList) and len(module) == 1:  # what others would do to it is not known
-        weight, originals = (
-            module[0],
-            dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]),
-        )
-        if isinstance(weight, OrthogonalWeight):
-            *batch, n, m = weight.shape
-            ones = originals["original"].new_ones(*batch, min(n, m))
-            yield Weight("", tuple(weight.shape), ones, False, (originals["original"],))
-        elif isinstance(weight, SVDWeight):
-            reflectors, raw = originals["original0"], originals["original1"]
-            yield Weight("", tuple(weight.shape), weight.spectrum(_whole(raw)), True, (reflectors, raw))
-
-
-def _factors(module: nn.Module, names: Sequence[str]) -> tuple[Tensor, ...]:
-    return tuple(getattr(module, name) for name in names if not name.startswith("signs"))

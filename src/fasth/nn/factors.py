@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fasth import spectrum as spectra
 from fasth.functional import svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of, relative_change
+from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact, with_diagonal
@@ -102,6 +104,16 @@ class SVDFactors(Factored):
         if self._is_thin:
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None
+
+    def held_weights(self) -> Iterator[HeldWeight]:
+        """The weight of the layer, as an (n, m) matrix."""
+        if self.form == "full":
+            yield HeldWeight("", self._matrix_shape, self.U, self.sigma, self.V, "full", self.spectrum, self.signs)
+        elif self._is_thin:
+            factors = self.reflectors_U, self.sigma, self.reflectors_V
+            yield HeldWeight("", self._matrix_shape, *factors, "compact", self.spectrum)
+        else:
+            yield HeldWeight("", self._matrix_shape, self.reflectors, self.sigma, None, "compact", self.spectrum)
 
     def _matrix(self) -> Tensor:
         """W: (n, m)."""

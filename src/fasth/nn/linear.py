@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from fasth.nn.factors import (
     put_signs,
     spectrum_or_free,
 )
+from fasth.nn.held_weight import HeldWeight
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
 from fasth.reflections.autograd import diagonal_signs, signs_of
@@ -261,6 +262,11 @@ class LinearSymmetric(_Linear):
         sigma = self.spectrum(self.sigma)
         return svd_linear(x, self.reflectors, sigma, self.reflectors, self.bias, form=self.form)
 
+    def held_weights(self) -> Iterator[HeldWeight]:
+        """W, whose eigenvalues stand for its singular values."""
+        shape = self.out_features, self.in_features
+        yield HeldWeight("", shape, self.reflectors, self.sigma, None, self.form, self.spectrum)
+
     @property
     def eig(self) -> Symmetric:
         """W = U Λ Uᵀ as its factors, differentiable."""
@@ -361,6 +367,11 @@ class LinearOrthogonal(_Linear):
     def _multiply(self, x: Tensor) -> Tensor:
         U, signs, V = self._factors()
         return svd_linear(x, U, signs, V, self.bias, form=self.form)
+
+    def held_weights(self) -> Iterator[HeldWeight]:
+        """W, an orthogonal weight without singular values to train."""
+        shape, signs = (self.out_features, self.in_features), self.signs if self.form == "full" else None
+        yield HeldWeight("", shape, self.reflectors, None, None, self.form, None, signs)
 
     @property
     def orthogonal(self) -> Orthogonal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled, check_tensor, svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of
 from fasth.nn.factors import INITS, check_signs, one_side, put_signs, spectrum_or_free
+from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import rotations
 from fasth.nn.linear import LinearOrthogonal, LinearSVD
 from fasth.operators import SVD, Orthogonal
@@ -146,6 +148,19 @@ class Recurrent(Factored):
         That of a net with gates is a batch of as many matrices, in their order in ``torch.nn``.
         """
         return {f"weight_hh_{where}": self._svd(where) for where in self._places()}
+
+    def held_weights(self) -> Iterator[HeldWeight]:
+        """Every hidden-to-hidden weight, by the name that it has in ``torch.nn``; of a net with gates a batch of them."""
+        shape = self._matrix_shape if self._gates == 1 else (self._gates, *self._matrix_shape)
+        for where in self._places():
+            sigma = None if self.spectrum is None else getattr(self, f"sigma_{where}")
+            factors = getattr(self, f"reflectors_{where}"), sigma, None
+            yield HeldWeight(f"weight_hh_{where}", shape, *factors, "compact", self.spectrum, rates=self._rates)
+
+    @property
+    def _rates(self) -> tuple[float, float]:
+        """What the learning rates of sigma and of reflectors are multiplied by."""
+        return 1.0, 1.0
 
     def _dense(self, where: str) -> Tensor:
         """weight_hh: (gates·n, m). Contiguous, since every time step multiplies by it, and its gradient adds to its."""

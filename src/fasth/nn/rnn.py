@@ -127,6 +127,13 @@ class RNNSVD(Recurrent):
         x = self._for_caller(x) if directions == 1 else x
         return x.transpose(0, 1) if self.batch_first and sizes is None else x, [torch.stack(hidden)]
 
+    @property
+    def _rates(self) -> tuple[float, float]:
+        """Less than 1 for a net that is made to remember: a change of W acts at every time step."""
+        if self.spectrum is None:
+            return 1.0, 0.05
+        return (0.01, 0.025) if self.spectrum.bounded else (1.0, 1.0)  # 0.025: both U and V turn
+
     def _on_core(self, input: Tensor, hx: Tensor) -> bool:
         return not autocast_enabled(input) and backend_for(input, hx, self.weight_ih_l0) == CORE
 

@@ -389,7 +389,14 @@ def padded(size: int) -> int:
 
 
 def saved_size(
-    rows: int, d: int, blocks: Sequence[int], block_size: int, save: int, batch: int = 1, inner: int = 0, output: int = 0
+    rows: int,
+    d: int,
+    blocks: Sequence[int],
+    block_size: int,
+    save: int,
+    batch: int = 1,
+    inner: int = 0,
+    output: int = 0,
 ) -> int:
     """How many numbers the core's saved tensor has: SavedTensor in native/calls.hpp.
 
@@ -450,9 +457,7 @@ def forming_pays(rows: int, r: int, d: int, triangular: bool, where: Where, side
     return rows >= (crossover if sides == 1 else crossover * by_rule / crossover_by_rule(r, d, triangular))
 
 
-def forming_svd_pays(
-    rows: int, n: int, m: int, r_U: int, r_V: int, k: int, triangular: bool, where: Where
-) -> bool:
+def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, triangular: bool, where: Where) -> bool:
     """Whether forming W = U Σ Vᵀ: (n, m) with k singular values costs less than applying the reflections of U and V.
 
     What is formed is W, or, where k < min(n, m), the first k columns of U and of V.

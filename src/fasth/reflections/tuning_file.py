@@ -42,7 +42,9 @@ class Entry:
 
     def check(self) -> Entry:
         for name, value in asdict(self).items():
-            expected, least = (str, 0) if name in ("machine", "core", "device", "dtype") else (int, name != "kernel_rows")
+            expected, least = (
+                (str, 0) if name in ("machine", "core", "device", "dtype") else (int, name != "kernel_rows")
+            )
             if type(value) is not expected or (expected is int and not least <= value <= _LARGEST):
                 raise ValueError(f"`{name}` is {value!r}")
         if self.block_size > self.d:
@@ -75,7 +77,9 @@ def load() -> list[Entry]:
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']}, not {_VERSION}")
         names = [field.name for field in fields(Entry)]
-        return [Entry(**{name: record[name] for name in names if name in record}).check() for record in content["entries"]]
+        return [
+            Entry(**{name: record[name] for name in names if name in record}).check() for record in content["entries"]
+        ]
     except OSError:  # there is none, or it may not be read
         return []
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fasth.private import TorchDispatchMode
-from fasth.reflections.plan import counting_kernels
-from fasth.reflections.plan import FULL
+from fasth.reflections.plan import FULL, counting_kernels
 from fasth.reflections.triton.configurations import LONGEST
 from fasth.reproduce.methods import Method
 
