@@ -27,6 +27,8 @@ from fasth.reflections.heuristics import (
 from fasth.reflections.library import TRIANGULAR
 from fasth.reflections.triton.configurations import LONGEST, SWEEP_WARPS, columns_held
 
+__all__ = ["Tuned", "block_sizes", "tune"]
+
 _MOST_KERNEL_ROWS = 1 << 14
 _GAIN = 0.97  # another block size than the default should be faster by more than noise
 
