@@ -1,4 +1,4 @@
-"""Without a compiler the package installs all the same, and works on the PyTorch path."""
+"""The package installs without a compiler and works on the PyTorch path; the source distribution is consistent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,13 @@ main(["info"])
 """
 
 
-@pytest.mark.skipif(
+needs_scikit_build_core = pytest.mark.skipif(
     importlib.util.find_spec("scikit_build_core") is None,
     reason="scikit-build-core is not installed, and building in isolation would need the network",
 )
+
+
+@needs_scikit_build_core
 def test_without_a_compiler_it_installs_and_computes(tmp_path):
     # Neither a required core, nor a core from elsewhere, nor a sanitizer's library for every process.
     environment = {
@@ -52,7 +56,23 @@ def test_without_a_compiler_it_installs_and_computes(tmp_path):
     assert "PyTorch: no compiled core was built" in printed
 
 
-def run(command: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+@needs_scikit_build_core
+def test_the_source_distribution_has_no_test_that_reads_a_folder_which_it_leaves_out(tmp_path):
+    build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", build, str(tmp_path)], dict(os.environ), cwd=REPOSITORY)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        paths = {Path(*Path(name).parts[1:]): name for name in files.getnames()}
+        left_out = {"docs", "benchmarks", ".github", ".ci"} - {path.parts[0] for path in paths if path.parts}
+        tests = [path for path in paths if path.match("tests/**/*.py") or path.match("tests/*.py")]
+        assert left_out and len(tests) > 30
+        for path in tests:
+            text = files.extractfile(paths[path]).read().decode()
+            read = [folder for folder in left_out if f'/ "{folder}"' in text]
+            assert not read, f"{path} reads {read}: list it in sdist.exclude of pyproject.toml"
+
+
+def run(command: list[str], environment: dict[str, str], cwd: Path | None = None) -> str:
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

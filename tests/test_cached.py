@@ -201,9 +201,9 @@ def test_wrong_inputs_are_the_same_errors() -> None:
         layer.train(training)
         for context in (torch.enable_grad, fasth.cached):
             with context():
-                with pytest.raises(ValueError, match="`x` should have last dimension 3"):
+                with pytest.raises(ValueError, match="`input` should have last dimension 3"):
                     layer(torch.ones(2, 4))
-                with pytest.raises(TypeError, match="`x` should be a tensor; got list"):
+                with pytest.raises(TypeError, match="`input` should be a tensor; got list"):
                     layer([1.0, 2.0, 3.0])
 
 

@@ -264,9 +264,9 @@ LEFT_ALONE = {
     "groups": (lambda: nn.Conv2d(4, 4, 3, groups=2), "with groups its weight is several matrices"),
     "complex": (lambda: nn.Linear(4, 4, dtype=torch.complex64), "it is torch.complex64"),
     "meta": (lambda: nn.Linear(4, 4, device="meta"), "it has no values"),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3), "it is none of Linear, Conv1d, Conv2d"),
-    "volume": (lambda: nn.Conv3d(4, 4, 3), "it is none of Linear, Conv1d, Conv2d"),
-    "bilinear": (lambda: nn.Bilinear(4, 4, 4), "it is none of Linear, Conv1d, Conv2d"),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 4, 3), "is none of Linear, Conv1d, Conv2d"),
+    "volume": (lambda: nn.Conv3d(4, 4, 3), "is none of Linear, Conv1d, Conv2d"),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 4), "is none of Linear, Conv1d, Conv2d"),
 }
 
 
@@ -315,7 +315,19 @@ def test_compiled_models():
 def test_many_of_a_kind_are_named_once(caplog):
     to_svd(nn.Sequential(nn.Linear(2, 2), *[nn.Bilinear(2, 2, 2) for _ in range(12)]))
     kinds = "Linear, Conv1d, Conv2d, RNN, LSTM, GRU"
-    assert caplog.messages == [f"to_svd left alone\n  1 and 11 more (Bilinear): it is none of {kinds}"]
+    why = f"its class, torch.nn.modules.linear.Bilinear, is none of {kinds}"
+    assert caplog.messages == [f"to_svd left alone\n  1 and 11 more (Bilinear): {why}"]
+
+
+def test_a_class_of_the_same_name_is_named_with_its_module(caplog):
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(2))
+
+    Linear.__module__, Linear.__qualname__ = "mypkg.layers", "Linear"
+    to_svd(nn.Sequential(nn.Linear(2, 2), Linear()))
+    assert "1 (Linear): its class, mypkg.layers.Linear, is none of Linear, Conv1d" in caplog.messages[0]
 
 
 class Words(nn.Module):
@@ -335,7 +347,8 @@ def test_tables_of_words_and_positions_are_not_logged(caplog):
     to_svd(Words())
     kinds = "Linear, Conv1d, Conv2d, RNN, LSTM, GRU"
     assert caplog.messages == [
-        f"to_svd left alone\n  attention (MultiheadAttention): it is none of {kinds}"
+        "to_svd left alone\n  attention (MultiheadAttention): "
+        f"its class, torch.nn.modules.activation.MultiheadAttention, is none of {kinds}"
         "\n  attention.out_proj (NonDynamicallyQuantizableLinear): a subclass of Linear may compute something else"
     ]
     report: list[Conversion] = []

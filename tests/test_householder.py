@@ -238,3 +238,8 @@ def test_any_shape_stride_scale_and_dtype(data, device):
     expected = with_gradients(from_definition, x, V, **direction)
     actual = with_gradients(householder, x, V, block_size=block_size, **direction)
     assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
+
+
+def test_problems_of_different_names_have_different_numbers():
+    drawn = {Problem(problem.name, (2, 3), (2, 3)).draw(torch.float64, "cpu")[0][0, 0].item() for problem in PROBLEMS}
+    assert len(drawn) == len(PROBLEMS)

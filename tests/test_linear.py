@@ -666,9 +666,17 @@ def test_repr() -> None:
         ),
         (lambda: LinearOrthogonal(3, 4).inverse(torch.ones(4)), ValueError, "`inverse` needs a square layer"),
         (lambda: LinearSVD(3, 4).logabsdet(), ValueError, "`logabsdet` needs a square layer"),
-        (lambda: LinearSVD(3, 4)(torch.ones(2, 4)), ValueError, r"`x` should have last dimension 3"),
-        (lambda: LinearOrthogonal(3, 4)(torch.ones(2, 4)), ValueError, r"`x` should have last dimension 3"),
-        (lambda: LinearSVD(2, 2)([1.0, 2.0]), TypeError, "`x` should be a tensor; got list"),
+        (
+            lambda: LinearSVD(3, 4)(torch.ones(2, 4)),
+            ValueError,
+            r"`input` should have last dimension 3; got shape \(2, 4\)",
+        ),
+        (
+            lambda: LinearOrthogonal(3, 4)(torch.ones(2, 4)),
+            ValueError,
+            r"`input` should have last dimension 3; got shape \(2, 4\)",
+        ),
+        (lambda: LinearSVD(2, 2)([1.0, 2.0]), TypeError, "`input` should be a tensor; got list"),
         (
             lambda: LinearSVD(3, 4)(torch.ones(3).double()),
             TypeError,

@@ -181,10 +181,56 @@ def test_assigning_what_is_not_orthogonal_and_what_does_not_fit() -> None:
     close(module.weight, other.weight)
     before = module.state_dict()
     before = {name: t.clone() for name, t in before.items()}
-    for wrong in (torch.randn(5, 7), torch.randn(7, 5, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="what is assigned should have shape"):
-            module.weight = wrong
+    with pytest.raises(ValueError, match=r"what is assigned should have shape \(7, 5\); got \(5, 7\)"):
+        module.weight = torch.randn(5, 7)
+    with pytest.raises(ValueError, match=r"dtype torch\.float64 while `original` has dtype torch\.float32"):
+        module.weight = torch.randn(7, 5, dtype=torch.float64)
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+CASTS = [torch.float64, torch.bfloat16, torch.float16]
+
+
+@both
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("shape", [(3, 4), (4, 3), (2, 5, 4)])
+def test_assignment_after_a_change_of_dtype(kind: Any, cast: torch.dtype, shape: tuple[int, ...]) -> None:
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.randn(shape))
+    kind(holder).to(cast)
+    W = torch.eye(*shape[-2:]).expand(shape).to(cast)
+    holder.weight = W
+    assert holder.weight.dtype == cast
+    close(holder.weight, W, 20)
+    with pytest.raises(ValueError, match=rf"dtype torch\.float32 while `original0?` has dtype {cast}"):
+        holder.weight = torch.randn(shape)
+
+
+@both
+@pytest.mark.parametrize("cast", CASTS)
+def test_transferred_after_a_change_of_dtype(kind: Any, cast: torch.dtype) -> None:
+    source, target = kind(nn.Linear(3, 4)).to(cast), nn.Linear(3, 4).to(cast)
+    W = source.weight.detach().clone()
+    parametrize.transfer_parametrizations_and_params(source, target)
+    assert target.weight.dtype == cast and torch.equal(target.weight, W)
+    created = nn.Module()
+    parametrize.transfer_parametrizations_and_params(source, created, "weight")
+    assert torch.equal(created.weight, W)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("shape", [(5, 5), (7, 4), (4, 7)])
+@pytest.mark.parametrize("orthogonal_map", [None, "matrix_exp", "cayley", "householder"])
+def test_checkpoints_of_torch_after_a_change_of_dtype(
+    cast: torch.dtype, shape: tuple[int, int], orthogonal_map: str | None
+) -> None:
+    computing = torch.promote_types(cast, torch.float32)
+    other = of_torch.orthogonal(nn.Linear(*reversed(shape), dtype=computing), orthogonal_map=orthogonal_map)
+    module = orthogonal(nn.Linear(*reversed(shape)), orthogonal_map=orthogonal_map).to(cast)
+    module.load_state_dict(copy.deepcopy(other).to(cast).state_dict())
+    expected = other.to(cast).to(computing).weight  # of the rounded values
+    assert module.weight.dtype == cast
+    close(module.weight, expected.to(cast), 20)
 
 
 def test_singular_values_outside_the_spectrum_become_the_nearest() -> None:

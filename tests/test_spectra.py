@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -73,9 +74,18 @@ def test_the_table() -> None:
     assert str(spectra(model)) == (
         "layer  weight  largest  median  smallest  condition\n"
         "0      12×3          2       1       0.5          4\n"
-        "2      2×12       1235       0         0        inf"
+        "2      2×12       1235   617.3         0        inf"
     )
     assert str(spectra(nn.Linear(2, 2))) == "layer  weight  largest  median  smallest  condition"
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two(k: int) -> None:
+    layer, sigma = LinearSVD(k, k), torch.arange(k).square().float()
+    with torch.no_grad():
+        layer.sigma.copy_(sigma[torch.randperm(k)])
+    shown = str(spectra(layer)).splitlines()[1].split()[3]
+    assert float(shown) == statistics.median(sigma.tolist())
 
 
 def test_singular_and_half_precision(dtype: torch.dtype) -> None:

@@ -1,5 +1,7 @@
 """Neural networks that have SVDs: orthogonal and SVD-parametrised weights, exact and fast."""
 
+import sys
+
 from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
 from fasth.flows import SVDTransform
@@ -50,3 +52,9 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
+
+# Each of these functions hides the module of its name: ``import fasth.spectra as s`` binds the function. So it has the
+# module's public names as attributes, ``s.LayerSpectrum``.
+for _function in (hidden_gradients, spectra, tune):
+    _module = sys.modules[_function.__module__]
+    vars(_function).update({name: getattr(_module, name) for name in _module.__all__})

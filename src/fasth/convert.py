@@ -246,7 +246,8 @@ def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
         for kind in kinds:
             if isinstance(module, kind):
                 return f"a subclass of {kind.__name__} may compute something else"
-        return f"it is none of {', '.join(kind.__name__ for kind in kinds)}"
+        path = f"{type(module).__module__}.{type(module).__qualname__}"
+        return f"its class, {path}, is none of {', '.join(kind.__name__ for kind in kinds)}"
     if private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
         return HOOKS_LOST
     if "forward" in vars(module):

@@ -100,14 +100,12 @@ class _Weight(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shape, self.dtype = weight.shape, weight.dtype
+        self.shape = weight.shape
 
     def _check(self, W: Tensor) -> None:
-        if (W.shape, W.dtype) != (self.shape, self.dtype):
-            raise ValueError(
-                f"what is assigned should have shape {tuple(self.shape)} and be {self.dtype}; "
-                f"got {tuple(W.shape)} and {W.dtype}"
-            )
+        """Raises for a wrong shape. PyTorch compares the dtype with that of the stored tensors, which may be cast."""
+        if W.shape != self.shape:
+            raise ValueError(f"what is assigned should have shape {tuple(self.shape)}; got {tuple(W.shape)}")
 
     def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Other checkpoints in the form of this one. The prefix is that of the originals."""
@@ -163,7 +161,9 @@ class OrthogonalWeight(_Weight):
             put_signs(state_dict, prefix + "original", signs)
         base = state_dict.pop(prefix + "0.base", None)
         if base is not None and isinstance(original, Tensor):
-            state_dict[prefix + "original"] = self.right_inverse(_by_torch(original, base, self.map_of_torch))
+            dtype = torch.promote_types(original.dtype, torch.float32)  # PyTorch's maps have no kernels for less
+            weight = _by_torch(original.to(dtype), base.to(dtype), self.map_of_torch)
+            state_dict[prefix + "original"] = self.right_inverse(weight).to(original.dtype)
 
 
 class SVDWeight(_Weight):

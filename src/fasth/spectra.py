@@ -77,7 +77,7 @@ class Spectra(Mapping[str, LayerSpectrum]):
         rows: list[tuple[str, ...]] = [("layer", "weight", "largest", "median", "smallest", "condition")]
         for name, layer in self.items():
             values = layer.singular_values.double()
-            numbers = (layer.norm, values.median().item(), values.min().item(), layer.cond)
+            numbers = (layer.norm, _median(values), values.min().item(), layer.cond)
             rows.append((name or "model", _times(layer.shape), *(f"{number:.4g}" for number in numbers)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         formats = [f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths)]
@@ -110,6 +110,12 @@ class Spectra(Mapping[str, LayerSpectrum]):
         if self:
             ax.legend()
         return ax
+
+
+def _median(values: Tensor) -> float:
+    """The median; of an even number of values the mean of the middle two, where ``Tensor.median`` takes the lower."""
+    ordered = values.flatten().sort().values
+    return ((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2).item()
 
 
 def _times(shape: tuple[int, ...]) -> str:

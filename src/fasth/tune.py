@@ -28,6 +28,8 @@ from fasth.reflections.plan import (
 )
 from fasth.reflections.triton.configurations import LONGEST
 
+__all__ = ["Tuned", "block_sizes", "tune"]
+
 _MOST_KERNEL_ROWS = 1 << 14
 _MOST_STATES = 1 << 30  # rows · d², of which the kernels keep a quarter in bytes for a moment in a backward pass
 _GAIN = 0.97  # another block size than the default should be faster by more than noise

@@ -68,18 +68,18 @@ class _ConvSVD(SVDFactors):
         self._reset_factors()
         self._reset_bias(self._fan_in)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The convolution of x with the kernel, plus the bias; shapes as in ``torch.nn``, with a batch or without."""
-        check_tensor("x", x)
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution of ``input`` with the kernel, plus the bias; shapes as in ``torch.nn``, batched or not."""
+        check_tensor("input", input)
         padding: Any = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._padding_on_all_sides(), mode=self.padding_mode), 0
+            input, padding = F.pad(input, self._padding_on_all_sides(), mode=self.padding_mode), 0
         cached = self._cached_weight()
         kernel = self._form() if cached is None else cached
         if self._is_thin:
             A, B = kernel
-            return self._convolve(self._convolve(x, A, None, self.stride, padding, self.dilation), B, self.bias)
-        return self._convolve(x, kernel, self.bias, self.stride, padding, self.dilation)
+            return self._convolve(self._convolve(input, A, None, self.stride, padding, self.dilation), B, self.bias)
+        return self._convolve(input, kernel, self.bias, self.stride, padding, self.dilation)
 
     def _padding_on_all_sides(self) -> list[int]:
         """As ``F.pad`` takes it: the last dimension first, before and after. Of "same" the odd one comes after."""

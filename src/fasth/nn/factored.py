@@ -48,6 +48,27 @@ class Factored(nn.Module):
         super().__setstate__(state)
         private.take_over_load_hooks(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._check_not_weight(name)
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``. Refuses the name of the dense weight, which pruning and fusing would replace."""
+        self._check_not_weight(name)
+        super().register_parameter(name, param)
+
+    def _check_not_weight(self, name: str) -> None:
+        if not name.startswith("weight"):
+            return
+        factors = self._dense_names().get(name.removesuffix("_orig"))  # what PyTorch's pruning calls it
+        if factors is not None:
+            made_of = ", ".join(f"`{factor}`" for factor in factors)
+            raise AttributeError(
+                f"`{name}` cannot be set: {type(self).__name__} computes its weight from {made_of}. Call "
+                "`set_weight_`, change those parameters, or convert the model by `fasth.to_dense` before its weights "
+                "are pruned, normalized or fused"
+            )
+
     @property
     def weight(self) -> Tensor:
         """The dense weight, differentiable. It is a result: writing into it changes nothing, ``set_weight_`` does."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasth import spectrum as spectra
-from fasth.functional import autocast_enabled, check_rows, check_tensor, svd_dense, svd_linear, svd_thin
+from fasth.functional import autocast_enabled, check_tensor, svd_dense, svd_linear, svd_thin
 from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of, relative_change
 from fasth.nn.factors import (
     DEFAULT_INIT,
@@ -42,16 +42,15 @@ class _Linear(Factored):
         at_least_one(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x Wᵀ + bias.  x: (*, in) → (*, out)."""
-        check_tensor("x", x)
-        if x.is_nested:
-            return _of_nested(self.forward, x)
+    def forward(self, input: Tensor) -> Tensor:
+        """input · Wᵀ + bias.  input: (*, in) → (*, out)."""
+        check_tensor("input", input)
+        if input.is_nested:
+            return _of_nested(self.forward, input)
+        if input.ndim < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(f"`input` should have last dimension {self.in_features}; got shape {tuple(input.shape)}")
         weight = self._cached_weight()
-        if weight is None:
-            return _as_autocast(self._multiply(x))
-        check_rows(x, self.out_features, self.in_features)
-        return self._multiply_by(weight, x)
+        return _as_autocast(self._multiply(input)) if weight is None else self._multiply_by(weight, input)
 
     def _multiply_by(self, weight: Tensor, x: Tensor) -> Tensor:
         """x Wᵀ + bias with the cached weight."""
@@ -438,6 +437,6 @@ def _as_autocast(out: Tensor) -> Tensor:
 def _of_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``forward`` of all rows of a nested tensor, which has its own shape again after it."""
     if x.layout is not torch.jagged:
-        raise TypeError(f"a nested `x` should have the layout torch.jagged; got {x.layout}")
+        raise TypeError(f"a nested `input` should have the layout torch.jagged; got {x.layout}")
     offsets = x.offsets()  # type: ignore[attr-defined]  # missing in torch's types
     return torch.nested.nested_tensor_from_jagged(forward(x.values()), offsets)
