@@ -356,6 +356,108 @@ def test_tables_of_words_and_positions_are_not_logged(caplog):
     assert {c.name for c in report} == {"", "words", "bags", "norm", "attention", "attention.out_proj", "head"}
 
 
+class Adapter(nn.Module):
+    """Adds a low-rank update to a layer, and writes the update into the weight of the layer, as PEFT's LoRA does."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.up = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up["default"](self.down["default"](x))
+
+    def merge(self) -> nn.Linear:
+        self.base.weight.data += self.up["default"].weight.data @ self.down["default"].weight.data
+        return self.base
+
+
+def test_layers_whose_weight_a_wrapper_presents_as_its_own_are_left_alone():
+    model, x = nn.Sequential(nn.Linear(6, 6), Adapter(nn.Linear(6, 6))).double(), torch.randn(3, 6).double()
+    expected = model(x)
+    for convert in (to_svd, lambda model, **options: compress(model, rank=6, trainable=True, **options)):
+        report: list[Conversion] = []
+        converted = convert(model, report=report)
+        assert [c.name for c in report if c.after is None] == ["1.base", "1.down.default", "1.up.default"]
+        reason = "it is part of a test_convert.Adapter, which may read and write its weight"
+        assert {c.reason for c in report if c.after is None} == {reason}
+        converted[1] = converted[1].merge()
+        assert_within(converted(x), expected, 1.0, 200)
+    # There is nothing to lose on the way back, nor below a LowRank, which writes into none of its layers.
+    model[1].base = to_svd(model[1].base)
+    assert type(to_dense(model)[1].base) is nn.Linear
+    low = compress(nn.Sequential(nn.Linear(9, 9)), rank=1)
+    assert [type(layer) for layer in to_svd(low)[0]] == [LinearSVD, LinearSVD]
+
+
+def excludable() -> nn.Module:
+    model = nn.Sequential()
+    for name in ("encoder", "decoder"):
+        block = nn.ModuleDict({"up": nn.Linear(3, 4), "myhead": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+        model.add_module(name, block)
+    model.add_module("head", nn.Linear(2, 2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left"),
+    [
+        ("head", ["decoder.head", "encoder.head", "head"]),
+        ("decoder.head", ["decoder.head"]),
+        ("decoder", ["decoder.head", "decoder.myhead", "decoder.up"]),
+        (["encoder", "decoder.up"], ["decoder.up", "encoder.head", "encoder.myhead", "encoder.up"]),
+        (iter(["myhead"]), ["decoder.myhead", "encoder.myhead"]),
+        ([], []),
+    ],
+)
+def test_exclude_leaves_alone_what_it_names_and_what_is_below(exclude, left, caplog):
+    exclude = exclude if isinstance(exclude, str) else list(exclude)
+    report: list[Conversion] = []
+    svd = to_svd(excludable(), exclude=exclude, report=report)
+    assert sorted(c.name for c in report if c.after is None) == left
+    assert {c.reason for c in report if c.after is None} <= {"`exclude` names it"}
+    assert sorted(name for name, module in svd.named_modules() if type(module) is nn.Linear) == left
+    to_svd(excludable(), exclude=exclude)
+    assert not caplog.records  # it was asked for
+    small = compress(excludable(), energy=0.9, trainable=True, exclude=exclude)
+    assert sorted(name for name, module in small.named_modules() if type(module) is nn.Linear) == left
+    dense = to_dense(to_svd(excludable()), exclude=exclude)
+    assert sorted(name for name, module in dense.named_modules() if type(module) is LinearSVD) == left
+
+
+def test_exclude_knows_every_name_of_a_module_and_what_shares_its_weight():
+    for name in ("again", "a.0"):
+        svd = to_svd(build("used twice")[0], exclude=name)
+        assert type(svd.again) is nn.Linear and isinstance(svd.layers["a"][1], LinearSVD)
+    report: list[Conversion] = []
+    tied = to_svd(build("tied")[0], exclude="first", report=report)
+    assert tied.first.weight is tied.second.weight
+    assert report[1].reason == "it shares a weight with Linear `first`, which would not share its factors"
+
+
+@pytest.mark.parametrize("name", ["haed", "ead", "encoder.", "", "coder.head"])
+def test_a_name_that_excludes_nothing_is_an_error(name):
+    there = "encoder, encoder.up, encoder.myhead, encoder.head, decoder, .*, head"
+    for convert in (to_svd, to_dense, lambda model, **options: compress(model, rank=1, **options)):
+        model = excludable()
+        before = fingerprint(model)
+        with pytest.raises(ValueError, match=f"`exclude` should name modules of `model`; got '{name}', .* {there}$"):
+            convert(model, exclude=["up", name], inplace=True)
+        assert fingerprint(model) == before
+    with pytest.raises(ValueError, match=r"got 'x', and there are none$"):
+        to_svd(nn.Linear(2, 2), exclude="x")
+    with pytest.raises(ValueError, match=r"there are 0, 1, .*, 49 and 10 more$"):
+        to_svd(nn.Sequential(*[nn.Linear(1, 1) for _ in range(60)]), exclude="x")
+    for wrong in (3, [nn.Linear(2, 2)], None):
+        with pytest.raises(TypeError, match="`exclude` should be a name or several names, as in named_modules"):
+            to_svd(excludable(), exclude=wrong)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_layers_are_left_alone():
     quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})

@@ -3,6 +3,7 @@ it is said why."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthog
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
 from fasth.nn.recurrent import Recurrent
-from fasth.replace import FILTERED, Conversion, Filter, Plan, factors, is_factor, parameters_of
+from fasth.replace import EXCLUDED, FILTERED, Conversion, Filter, Plan, factors, is_factor, parameters_of
 from fasth.spectrum import Spectrum, free
 
 __all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
@@ -37,6 +38,7 @@ def to_svd(
     model: nn.Module,
     *,
     filter: Filter | None = None,
+    exclude: str | Iterable[str] = (),
     inplace: bool = False,
     spectrum: Spectrum | None = None,
     reflectors: str = "compact",
@@ -48,12 +50,16 @@ def to_svd(
     Converted are exactly the classes Linear, Conv1d, Conv2d, RNN, LSTM and GRU, of the last three the hidden-to-hidden
     weights. A subclass may compute something else, or be read by its parent. Device, dtype, ``requires_grad`` and the
     training mode stay as they are, and biases stay the same parameters. Modules that share a weight are all converted
-    and share its factors, or none of them is. Left alone are also layers with hooks, which would be lost, and layers
-    that hold anything besides their weight and bias.
+    and share its factors, or none of them is. Left alone are also layers with hooks, which would be lost, layers that
+    hold anything besides their weight and bias, and the layers of a wrapper that presents their weight as its own and
+    may write into it, as the adapters of PEFT do.
 
     Args:
         model: any module, such a layer itself among them. Without any that can be converted it is an error.
         filter: ``filter(name, module)`` says which of the layers that can be converted are to be.
+        exclude: a name, or several names, of modules to leave alone with all modules below them. A name is the end of a
+            path of ``model.named_modules()``, in whole components: "head" is also "decoder.head", and not "myhead".
+            A name that no module has is an error.
         inplace: change ``model``, not a copy. If it is such a layer itself, only what is returned is converted.
         spectrum: the map to the singular values, by default ``spectrum.free()``. Any other replaces singular values
             that it does not have by the nearest ones that it has, and so changes what the model computes.
@@ -91,7 +97,7 @@ def to_svd(
             return Conv1dSVD.from_conv(layer, **options, rank=r), reason
         return Conv2dSVD.from_conv(layer, **options, rank=r), reason
 
-    plan = Plan(model, _why_not_to_svd, filter, inplace)
+    plan = Plan(model, _why_not_to_svd, filter, inplace, exclude, _is_wrapper)
     if not plan.possible and not any(isinstance(module, _FACTORED) for module in plan.names):
         raise ValueError(
             "`model` should have a Linear, Conv1d, Conv2d, RNN, LSTM or GRU layer that can be converted; "
@@ -104,6 +110,7 @@ def to_dense(
     model: nn.Module,
     *,
     filter: Filter | None = None,
+    exclude: str | Iterable[str] = (),
     inplace: bool = False,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
@@ -115,7 +122,7 @@ def to_dense(
     def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
         return layer._to_twin() if isinstance(layer, Recurrent) else dense_twin(layer), ""
 
-    plan = Plan(model, _why_not_to_dense, filter, inplace)
+    plan = Plan(model, _why_not_to_dense, filter, inplace, exclude)
     return _finish(plan, plan.carry_out(convert), "to_dense", report)
 
 
@@ -126,6 +133,7 @@ def compress(
     energy: float | None = None,
     trainable: bool = False,
     filter: Filter | None = None,
+    exclude: str | Iterable[str] = (),
     inplace: bool = False,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
@@ -157,7 +165,7 @@ def compress(
         _check_finite(name, layer)
         return truncated(layer, rank, energy, trainable)
 
-    plan = Plan(model, _why_not_to_compress, filter, inplace)
+    plan = Plan(model, _why_not_to_compress, filter, inplace, exclude, _is_wrapper)
     if not plan.possible:
         raise ValueError(
             "`model` should have a Linear or Conv layer that can be truncated; "
@@ -176,7 +184,7 @@ def _finish(plan: Plan, conversions: list[Conversion], name: str, report: list[C
     left = [
         conversion
         for module, conversion in zip(plan.reasons, conversions, strict=True)
-        if conversion.after is None and conversion.reason != FILTERED and _is_expected(module)
+        if conversion.after is None and conversion.reason not in (FILTERED, EXCLUDED) and _is_expected(module)
     ]
     if left:
         logger.warning("%s left alone%s", name, _listed(left))
@@ -194,6 +202,16 @@ def _is_expected(module: nn.Module) -> bool:
         or _is_packed(module)
         or any("weight" in name for name in (*matrices, *parametrized))
     )
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """True for a module whose class presents the weight of a layer below it as its own, by a property.
+
+    PEFT's adapters are such modules: their ``weight`` is that of their base layer, and merging an adapter writes into
+    it. A layer of fasth and a ``LowRank`` compute their weight, and write into none below them.
+    """
+    presents = isinstance(inspect.getattr_static(type(module), "weight", None), property)
+    return presents and not is_parametrized(module) and not isinstance(module, (Factored, LowRank))
 
 
 def _is_packed(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
 
 FILTERED = "the filter leaves it alone"
+EXCLUDED = "`exclude` names it"
 
 
 class Conversion(NamedTuple):
@@ -32,15 +33,24 @@ class Plan:
         model: any module; it is copied unless ``inplace``.
         why_not: of a module, why it cannot be replaced, "" if it can be, None if it is no layer that this is about.
         filter: of a name and a module that can be replaced, whether it is to be.
+        exclude: the names of modules to leave alone, with all modules below them.
+        is_wrapper: of a module, whether it may write to the weights of the layers below it, which are then left alone.
     """
 
     def __init__(
-        self, model: nn.Module, why_not: Callable[[nn.Module], str | None], filter: Filter | None, inplace: bool
+        self,
+        model: nn.Module,
+        why_not: Callable[[nn.Module], str | None],
+        filter: Filter | None,
+        inplace: bool,
+        exclude: str | Iterable[str] = (),
+        is_wrapper: Callable[[nn.Module], bool] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
         if filter is not None and not callable(filter):
             raise TypeError(f"`filter` should be a function of a name and a module; got {type(filter).__name__}")
+        names = _checked_names(exclude)
         self.model = model if inplace else copy.deepcopy(model)
         self.names = {module: name for name, module in _named_modules(self.model, "", set())}
         self.reasons: dict[nn.Module, str] = {}
@@ -52,10 +62,15 @@ class Plan:
             for child in parent.children() if type(parent).__name__ == "OptimizedModule" else ():
                 if self.reasons.get(child) == "":
                     self.reasons[child] = "it was compiled as it is: convert before torch.compile"
+            if is_wrapper is not None and is_wrapper(parent):
+                self._leave_below(parent)
         self.possible = [module for module, reason in self.reasons.items() if not reason]
         for module in self.possible:
             if filter is not None and not filter(self.names[module], module):
                 self.reasons[module] = FILTERED
+        for module in _named(self.model, names):
+            if module in self.reasons:
+                self.reasons[module] = EXCLUDED
         self._leave_those_that_share_with_others()
 
     def carry_out(self, convert: Callable[[str, nn.Module], tuple[nn.Module | None, str]]) -> list[Conversion]:
@@ -92,6 +107,14 @@ class Plan:
             if reason
         ]
 
+    def _leave_below(self, wrapper: nn.Module) -> None:
+        kind = type(wrapper)
+        for module in wrapper.modules():
+            if self.reasons.get(module) == "":
+                self.reasons[module] = (
+                    f"it is part of a {kind.__module__}.{kind.__qualname__}, which may read and write its weight"
+                )
+
     def _leave_those_that_share_with_others(self) -> None:
         """Chosen are only modules that have their factors alone, or with others of their kind that are chosen too."""
         owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
@@ -122,6 +145,33 @@ def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def is_factor(name: str) -> bool:
     """Whether a parameter of this name is what a layer's matrix is, or is made of."""
     return not name.startswith(("bias", "weight_ih", "weight_hr"))
+
+
+def _checked_names(exclude: str | Iterable[str]) -> list[str]:
+    names = [exclude] if isinstance(exclude, str) else list(exclude) if isinstance(exclude, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`exclude` should be a name or several names, as in named_modules(); got {exclude!r}")
+    return names
+
+
+def _named(model: nn.Module, names: list[str]) -> set[nn.Module]:
+    """The modules that the names say, and all modules below them.
+
+    A name says every module whose path is the name, or ends with it at a dot: "head" says "head" and "model.head".
+    """
+    found: set[nn.Module] = set()
+    paths = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        matches = [module for path, module in paths.items() if path and f".{path}".endswith(f".{name}")]
+        if not name or not matches:
+            there = [path for path in paths if path]
+            listed = ", ".join(there[:50]) + (f" and {len(there) - 50} more" if len(there) > 50 else "")
+            raise ValueError(
+                f"`exclude` should name modules of `model`; got {name!r}, and there are {listed or 'none'}"
+            )
+        for module in matches:
+            found.update(module.modules())
+    return found
 
 
 def _same_factors(a: nn.Module, b: nn.Module) -> bool:
