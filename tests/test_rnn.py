@@ -88,7 +88,7 @@ def twin(rnn: Recurrent) -> Callable[..., Any]:
     """The layer of ``torch.nn`` with the parameters of ``rnn``; with modReLU, a loop."""
     if getattr(rnn, "nonlinearity", "") == "modrelu":
         return lambda *arguments: by_loop(rnn, *arguments)
-    dense, parameters = rnn._to_twin(), {}
+    dense, parameters = rnn._to_dense(), {}
     for name, _ in dense.named_parameters():
         is_hidden = name.startswith("weight_hh_")
         parameters[name] = hidden_weight(rnn, name.removeprefix("weight_hh_")) if is_hidden else rnn.get_parameter(name)
@@ -372,7 +372,7 @@ def test_autocast(kind):
     with torch.autocast("cpu", torch.bfloat16):
         out = rnn(x)[0]
         if kind != "modrelu":
-            assert out.dtype == rnn._to_twin()(x)[0].dtype
+            assert out.dtype == rnn._to_dense()(x)[0].dtype
     out.float().sum().backward()
     torch.testing.assert_close(out.float(), rnn(x)[0], rtol=0, atol=16 * torch.finfo(torch.bfloat16).eps)
     assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in rnn.parameters())

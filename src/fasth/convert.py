@@ -15,22 +15,22 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fasth import lowrank, private
-from fasth.lowrank import LowRank, dense_twin, matrix_shape, truncated
-from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD
+from fasth.lowrank import LowRank, matrix_shape, truncated
+from fasth.nn import LinearOrthogonal
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
+from fasth.nn.held_weight import held_weights
+from fasth.nn.parametrized import is_parametrized_alone, without_parametrizations
 from fasth.nn.recurrent import Recurrent
-from fasth.replace import EXCLUDED, FILTERED, Conversion, Filter, Plan, factors, is_factor, parameters_of
+from fasth.nn.registry import converter_for, is_registered, path_of, registered_names
+from fasth.reflections.plan import DTYPES
+from fasth.replace import EXCLUDED, FILTERED, Conversion, Filter, Replacement, factors, is_factor, parameters_of
 from fasth.spectrum import Spectrum, free
 
 __all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
 
 logger = logging.getLogger("fasth")
 
-_RECURRENT: dict[type[nn.Module], type[Recurrent]] = {nn.RNN: RNNSVD, nn.LSTM: LSTMSVD, nn.GRU: GRUSVD}
-_DENSE = (*lowrank.DENSE, *_RECURRENT)
-_FACTORED = (*lowrank.FACTORED, LinearOrthogonal, *_RECURRENT.values())
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HOOKS_LOST = "its hooks would be lost"
 
 
@@ -82,28 +82,20 @@ def to_svd(
     if spectrum is not None and not isinstance(spectrum, Spectrum):
         raise TypeError(f"`spectrum` should be one of fasth.spectrum; got {spectrum!r}")
     _check_rank(rank)
-    options: Any = {"spectrum": free() if spectrum is None else spectrum, "reflectors": reflectors}
+    spectrum = free() if spectrum is None else spectrum
 
-    def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
+    def convert(name: str, layer: nn.Module) -> tuple[nn.Module | None, str]:
         _check_finite(name, layer)
-        if type(layer) in _RECURRENT:
-            return _RECURRENT[type(layer)]._from_twin(layer, spectrum=options["spectrum"]), ""
-        own = min(matrix_shape(layer))
-        r = own if rank is None else min(rank, own)
-        reason = f"rank {r} of {own}" if r < own else ""
-        if isinstance(layer, nn.Linear):
-            return LinearSVD.from_linear(layer, **options, rank=r), reason
-        if isinstance(layer, nn.Conv1d):
-            return Conv1dSVD.from_conv(layer, **options, rank=r), reason
-        return Conv2dSVD.from_conv(layer, **options, rank=r), reason
+        converter, reason = converter_for(layer)
+        return (None, reason) if converter is None else converter.to_svd(layer, spectrum, reflectors, rank)
 
-    plan = Plan(model, _why_not_to_svd, filter, inplace, exclude, _is_wrapper)
-    if not plan.possible and not any(isinstance(module, _FACTORED) for module in plan.names):
+    replacement = Replacement(model, _why_not_to_svd, filter, inplace, exclude, _is_wrapper)
+    if not replacement.possible and not any(True for module in replacement.names for _ in held_weights(module)):
         raise ValueError(
-            "`model` should have a Linear, Conv1d, Conv2d, RNN, LSTM or GRU layer that can be converted; "
-            f"got {type(model).__name__}{_listed(plan.left_alone())}"
+            f"`model` should have a layer that can be converted, of one of the classes {', '.join(registered_names())}; "
+            f"got {type(model).__name__}{_listed(replacement.left_alone())}"
         )
-    return _finish(plan, plan.carry_out(convert), "to_svd", report)
+    return _finish(replacement, replacement.carry_out(convert), "to_svd", report)
 
 
 def to_dense(
@@ -120,10 +112,10 @@ def to_dense(
     """
 
     def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
-        return layer._to_twin() if isinstance(layer, Recurrent) else dense_twin(layer), ""
+        return layer._to_dense() if isinstance(layer, Factored) else without_parametrizations(layer), ""
 
-    plan = Plan(model, _why_not_to_dense, filter, inplace, exclude)
-    return _finish(plan, plan.carry_out(convert), "to_dense", report)
+    replacement = Replacement(model, _why_not_to_dense, filter, inplace, exclude)
+    return _finish(replacement, replacement.carry_out(convert), "to_dense", report)
 
 
 def compress(
@@ -165,30 +157,30 @@ def compress(
         _check_finite(name, layer)
         return truncated(layer, rank, energy, trainable)
 
-    plan = Plan(model, _why_not_to_compress, filter, inplace, exclude, _is_wrapper)
-    if not plan.possible:
+    replacement = Replacement(model, _why_not_to_compress, filter, inplace, exclude, _is_wrapper)
+    if not replacement.possible:
         raise ValueError(
             "`model` should have a Linear or Conv layer that can be truncated; "
-            f"got {type(model).__name__}{_listed(plan.left_alone())}"
+            f"got {type(model).__name__}{_listed(replacement.left_alone())}"
         )
-    largest = max(min(matrix_shape(layer)) for layer in plan.possible)
+    largest = max(min(matrix_shape(layer)) for layer in replacement.possible)
     if rank is not None and rank > largest:
         raise ValueError(f"`rank` should be at most {largest}, the largest of a layer of `model`; got {rank}")
-    return _finish(plan, plan.carry_out(convert), "compress", report)
+    return _finish(replacement, replacement.carry_out(convert), "compress", report)
 
 
-def _finish(plan: Plan, conversions: list[Conversion], name: str, report: list[Conversion] | None) -> nn.Module:
+def _finish(replacement: Replacement, conversions: list[Conversion], name: str, report: list[Conversion] | None) -> nn.Module:
     if report is not None:
         report.extend(conversions)
-        return plan.model
+        return replacement.model
     left = [
         conversion
-        for module, conversion in zip(plan.reasons, conversions, strict=True)
+        for module, conversion in zip(replacement.reasons, conversions, strict=True)
         if conversion.after is None and conversion.reason not in (FILTERED, EXCLUDED) and _is_expected(module)
     ]
     if left:
         logger.warning("%s left alone%s", name, _listed(left))
-    return plan.model
+    return replacement.model
 
 
 def _is_expected(module: nn.Module) -> bool:
@@ -232,15 +224,25 @@ def _listed(conversions: Iterable[Conversion]) -> str:
 
 
 def _why_not_to_svd(module: nn.Module) -> str | None:
-    if isinstance(module, _FACTORED) or not _holds_matrix(module):
+    if isinstance(module, Factored) or is_parametrized_alone(module) or not _holds_matrix(module):
         return None
-    return _why_not(module, _DENSE)
+    if reason := _why_not_parameters(module):
+        return reason
+    if not is_registered(type(module)):
+        for kind in type(module).__mro__[1:]:
+            if is_registered(kind):
+                return f"a subclass of {kind.__name__} may compute something else"
+        return f"its class, {path_of(type(module))}, is none of {', '.join(registered_names())}"
+    converter, reason = converter_for(module)
+    return reason if converter is None else _why_not(module, converter.weights(module))
 
 
 def _why_not_to_dense(module: nn.Module) -> str | None:
-    if isinstance(module, RNNSVD) and module.nonlinearity == "modrelu":
-        return "nn.RNN has no modReLU"
-    return _why_not(module, _FACTORED) if isinstance(module, _FACTORED) else None
+    if is_parametrized_alone(module):
+        return _why_not_tensors([*module.parameters()])
+    if not isinstance(module, Factored):
+        return None
+    return module._why_not_to_dense() or _why_not_parameters(module) or _why_not_fasth(module)
 
 
 def _why_not_to_compress(module: nn.Module) -> str | None:
@@ -250,49 +252,50 @@ def _why_not_to_compress(module: nn.Module) -> str | None:
         return "an RNN's kernel takes no thin weights"
     if isinstance(module, LinearOrthogonal):
         return "its singular values are all 1"
-    return _why_not(module, (*lowrank.DENSE, *lowrank.FACTORED))
+    if reason := _why_not_parameters(module):
+        return reason
+    if isinstance(module, lowrank.FACTORED):
+        return _why_not_fasth(module)
+    if type(module) not in lowrank.DENSE:
+        names = ", ".join(kind.__name__ for kind in (*lowrank.DENSE, *lowrank.FACTORED))
+        return f"its class, {path_of(type(module))}, is none of {names}"
+    if getattr(module, "groups", 1) != 1:
+        return "with groups its weight is several matrices"
+    return _why_not(module, ("weight",))
 
 
-def _why_not(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
-    """Why a module cannot be replaced, "" if it can be: it is of one of the kinds, and nothing more than that."""
-    parameters = [*module.parameters(recurse=False)]
-    if any(is_lazy(parameter) for parameter in parameters):
+def _why_not_fasth(module: Any) -> str:
+    """The reason why a layer of fasth cannot be replaced: a subclass of those that fasth has may be anything."""
+    if type(module).__module__.partition(".")[0] != "fasth":
+        return f"a subclass of {type(module).__mro__[1].__name__} may compute something else"
+    return _why_not(module, module._factor_names)
+
+
+def _why_not_parameters(module: nn.Module) -> str:
+    """The reason why a module cannot be replaced that lies in how it has its parameters, or ""."""
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "its size is not known before a first batch"
-    if is_parametrized(module):
-        return "it is parametrized"
-    if type(module) not in kinds:
-        for kind in kinds:
-            if isinstance(module, kind):
-                return f"a subclass of {kind.__name__} may compute something else"
-        path = f"{type(module).__module__}.{type(module).__qualname__}"
-        return f"its class, {path}, is none of {', '.join(kind.__name__ for kind in kinds)}"
+    return "it is parametrized" if is_parametrized(module) else ""
+
+
+def _why_not(module: nn.Module, weights: tuple[str, ...]) -> str:
+    """The reason why a module of a known class cannot be replaced, "" if it can be: it is nothing more than its class."""
     if private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
         return HOOKS_LOST
     if "forward" in vars(module):
         return "its forward method is not that of its class"
-    named = *parameters_of(module), *module.named_buffers(recurse=False), *module.named_children()
-    held = [name for name, _ in named if name != "_layout"]
-    matrices = _names_of_matrices(module)
-    if any(name not in held for name in matrices) or any(name not in matrices and is_factor(name) for name in held):
+    held = [name for name, _ in (*parameters_of(module), *module.named_buffers(recurse=False)) if name != "_layout"]
+    held += [name for name, _ in module.named_children() if not isinstance(module, nn.MultiheadAttention)]
+    if any(name not in held for name in weights) or any(name not in weights and is_factor(name) for name in held):
         return f"it holds {', '.join(held)}, not what its class holds"
-    if getattr(module, "groups", 1) != 1:
-        return "with groups its weight is several matrices"
-    return _why_not_tensors(parameters)
-
-
-def _names_of_matrices(module: Any) -> tuple[str, ...]:
-    if isinstance(module, Factored):
-        return module._factor_names
-    if isinstance(module, nn.RNNBase):
-        return tuple(name for name, _ in parameters_of(module) if name.startswith("weight_hh"))
-    return ("weight",)
+    return _why_not_tensors([*module.parameters(recurse=False)])
 
 
 def _why_not_tensors(parameters: list[nn.Parameter]) -> str:
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return f"it holds a {type(parameter).__name__}"
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in DTYPES:
             return f"it is {parameter.dtype}"
         if parameter.is_meta:
             return "it has no values, being on the meta device"

@@ -72,7 +72,7 @@ def truncated(
         return _two_thin(layer, svd, kept), f"rank {r} of {full}"
     if r == full and isinstance(layer, DENSE):
         return None, f"it needs its full rank, {full}"
-    dense = copy.deepcopy(layer) if isinstance(layer, DENSE) else dense_twin(layer)
+    dense = copy.deepcopy(layer) if isinstance(layer, DENSE) else layer._to_dense()
     dense.weight.copy_(svd.dense().reshape(dense.weight.shape))
     return dense, f"rank {r} of {full}: two thin layers would be larger"
 
@@ -139,8 +139,3 @@ def _kept_factors(svd: SVD, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U: (n, r), σ: (r,) and V: (m, r) of the singular values ``kept``."""
     U, V = (Q @ F.one_hot(kept, Q.shape[-1]).mT.to(svd.dtype) for Q in (svd.U, svd.V))
     return U, svd.sigma[kept], V
-
-
-def dense_twin(layer: Any) -> Any:
-    """The layer of ``torch.nn`` that computes the same as a Linear or Conv layer of fasth."""
-    return layer.to_conv() if isinstance(layer, (Conv1dSVD, Conv2dSVD)) else layer.to_linear()

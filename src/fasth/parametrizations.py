@@ -6,6 +6,7 @@ apply the reflections to few rows, where a parametrization has to form the weigh
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +67,9 @@ def orthogonal(
     return module
 
 
-def svd(module: M, name: str = "weight", spectrum: Spectrum | None = None) -> M:
+def svd(
+    module: M, name: str = "weight", spectrum: Spectrum | None = None, *, shape: tuple[int, ...] | None = None
+) -> M:
     """Holds a tensor of ``module`` as W = U diag(σ) Vᵀ, and trains it so.  W: (n, m), or a batch of them (*b, n, m).
 
     ``module.parametrizations[name].original0`` are the reflectors, of W's own shape, and ``original1``: (*b, min(n, m))
@@ -77,6 +80,8 @@ def svd(module: M, name: str = "weight", spectrum: Spectrum | None = None) -> M:
         spectrum: of ``fasth.spectrum``, by default ``free()``, with which W is at the start, and after an assignment
             ``module.weight = W``, what it was, to rounding. Any other replaces singular values that it does not have by
             the nearest ones that it has.
+        shape: of the matrix, or of the batch of matrices, that the tensor is reshaped to; by default its own. A kernel
+            (out, in, 3, 3) of 4 groups, for example, is (4, out // 4, in * 9).
 
     Example:
         >>> lstm = svd(nn.LSTM(8, 16), "weight_hh_l0", spectrum=fasth.spectrum.between(0.5, 1.0))
@@ -84,6 +89,11 @@ def svd(module: M, name: str = "weight", spectrum: Spectrum | None = None) -> M:
         tensor(True)
     """
     weight = _matrices(module, name)
+    if shape is not None and (len(shape) < 2 or math.prod(shape) != weight.numel()):
+        raise ValueError(
+            f"`shape` should be that of matrices with the {weight.numel()} entries of `{name}`, {tuple(weight.shape)}; "
+            f"got {tuple(shape)}"
+        )
     if weight.is_complex():
         raise ValueError(f"`{name}` should be real, as reflections are; got {weight.dtype}")
     if parametrize.is_parametrized(module, name):
@@ -91,7 +101,7 @@ def svd(module: M, name: str = "weight", spectrum: Spectrum | None = None) -> M:
             f"`{name}` should not be parametrized yet, since an SVD is made of two tensors; "
             f"got {module.parametrizations[name]}"  # type: ignore[index]
         )
-    _register(module, name, SVDWeight(weight, spectrum))
+    _register(module, name, SVDWeight(weight, spectrum, shape))
     return module
 
 
@@ -167,15 +177,16 @@ class OrthogonalWeight(_Weight):
 
 
 class SVDWeight(_Weight):
-    """reflectors, sigma ↦ U diag(spectrum(sigma)) Vᵀ.  (*b, n, m), (*b, min(n, m)) → (*b, n, m).
+    """reflectors, sigma ↦ U diag(spectrum(sigma)) Vᵀ.  (*b, n, m), (*b, min(n, m)) → (*b, n, m), or the tensor's shape.
 
     Of the reflectors, those of U are the columns below the diagonal, those of V the rows right of it, and the diagonal
     has the signs, as in ``LinearSVD``.
     """
 
-    def __init__(self, weight: Tensor, spectrum: Spectrum | None) -> None:
+    def __init__(self, weight: Tensor, spectrum: Spectrum | None, shape: tuple[int, ...] | None = None) -> None:
         super().__init__(weight)
         self.spectrum = spectrum_or_free(spectrum)
+        self.matrices = torch.Size(weight.shape if shape is None else shape)
 
     def svd(self, reflectors: Tensor, sigma: Tensor) -> SVD:
         """W as its factors, differentiable."""
@@ -184,18 +195,19 @@ class SVDWeight(_Weight):
     def held_weight(self, originals: Any) -> HeldWeight:
         """W, from the tensors of PyTorch's list of parametrizations."""
         factors = originals.original0, originals.original1, None
-        return HeldWeight("", tuple(self.shape), *factors, "compact", self.spectrum)
+        return HeldWeight("", tuple(self.matrices), *factors, "compact", self.spectrum)
 
     def forward(self, reflectors: Tensor, sigma: Tensor) -> Tensor:
         """W, from its factors.  (*b, n, m), (*b, min(n, m)) → (*b, n, m)."""
         if 0 in reflectors.shape:
-            return reflectors
-        return self.svd(reflectors, sigma).dense()
+            return reflectors.reshape(self.shape)
+        return self.svd(reflectors, sigma).dense().reshape(self.shape)
 
     @torch.no_grad()
     def right_inverse(self, W: Tensor) -> tuple[Tensor, Tensor]:
         """From any W: (*b, n, m), by its SVD: sigma ≥ 0 in descending order."""
         self._check(W)
+        W = W.reshape(self.matrices)
         if W.is_meta or 0 in W.shape:
             return torch.empty_like(W), W.new_empty(*W.shape[:-2], min(W.shape[-2:]))
         svd = SVD.from_dense(W.to(torch.promote_types(W.dtype, torch.float32)), form="compact")
@@ -209,7 +221,8 @@ class SVDWeight(_Weight):
             put_signs(state_dict, prefix + "original0", signs.prod(-2))
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, spectrum={self.spectrum}"
+        matrices = "" if self.matrices == self.shape else f", matrices {'×'.join(map(str, self.matrices))}"
+        return f"{super().extra_repr()}{matrices}, spectrum={self.spectrum}"
 
 
 def _register(module: nn.Module, name: str, weight: _Weight) -> None:

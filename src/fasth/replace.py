@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ class Conversion(NamedTuple):
     reason: str  # why it was left alone, or became what it is
 
 
-class Plan:
+class Replacement:
     """Which layers of a model are to be replaced, and why others are not.
 
     Args:
@@ -88,15 +88,16 @@ class Plan:
                 new, reason = convert(self.names[module], module)
             if new is not None:
                 _carry_over(module, new)
-                _share_factors(first.setdefault(factors(module)[0], new), new)
+                _share_factors(first.setdefault(factors(module)[0], new), new, children=dict(module.named_children()))
                 made[module] = new.train(module.training)
             after = None if new is None else type(new).__name__
             conversions.append(Conversion(self.names[module], type(module).__name__, after, reason))
-        for path, module in list(self.model.named_modules(remove_duplicate=False)):
-            if module in made and path:
+        places = [(path, module) for path, module in self.model.named_modules(remove_duplicate=False) if path]
+        self.model = made.get(self.model, self.model)
+        for path, module in places:  # a parent comes before its children, which the new one has, too
+            if module in made:
                 where, _, name = path.rpartition(".")
                 setattr(self.model.get_submodule(where), name, made[module])
-        self.model = made.get(self.model, self.model)
         return conversions
 
     def left_alone(self) -> list[Conversion]:
@@ -118,8 +119,8 @@ class Plan:
     def _leave_those_that_share_with_others(self) -> None:
         """Chosen are only modules that have their factors alone, or with others of their kind that are chosen too."""
         owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-        for module in self.model.modules():
-            for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for module in self.names:
+            for parameter in (*(p for _, p in parameters_of(module)), *_originals(module)):
                 owners[parameter].append(module)
         chosen = {module for module, reason in self.reasons.items() if not reason}
         for module in chosen:
@@ -134,7 +135,13 @@ class Plan:
 
 def factors(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a layer's matrix is, or is made of: those that a conversion makes anew."""
-    return [p for name, p in parameters_of(module) if is_factor(name)]
+    return [p for name, p in parameters_of(module) if is_factor(name)] + _originals(module)
+
+
+def _originals(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that PyTorch's parametrizations of a module are computed from."""
+    lists = dict(module.named_children()).get("parametrizations") if is_parametrized(module) else None
+    return [] if lists is None else list(lists.parameters())
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -144,7 +151,7 @@ def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def is_factor(name: str) -> bool:
     """Whether a parameter of this name is what a layer's matrix is, or is made of."""
-    return not name.startswith(("bias", "weight_ih", "weight_hr"))
+    return not (name.startswith(("bias", "weight_ih", "weight_hr")) or name.endswith("bias"))
 
 
 def _checked_names(exclude: str | Iterable[str]) -> list[str]:
@@ -192,19 +199,24 @@ def _carry_over(module: nn.Module, new: nn.Module) -> None:
             setattr(new[-1] if isinstance(new, nn.Sequential) else new, name, parameter)
 
 
-def _share_factors(first: nn.Module, new: nn.Module) -> None:
-    """Gives ``new`` the factors of ``first``, of the same class and made from the same parameters."""
+def _share_factors(first: nn.Module, new: nn.Module, children: Container[str]) -> None:
+    """Gives ``new`` the factors of ``first``, of the same class and made from the same parameters.
+
+    Not those of ``children``, which the layer had before.
+    """
     for path, tensor in (*first.named_parameters(), *first.named_buffers()):
         where, _, name = path.rpartition(".")
-        if is_factor(name):
+        if is_factor(name) and where.partition(".")[0] not in children:
             setattr(new.get_submodule(where), name, tensor)
 
 
 def _named_modules(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """As ``module.named_modules()``, but a parametrized module is one thing, with what it is made of."""
+    """Yields what ``module.named_modules()`` does, but for the parametrizations of a module, which are a part of it."""
     if module in seen:
         return
     seen.add(module)
     yield name, module
-    for child_name, child in () if is_parametrized(module) else module.named_children():
+    for child_name, child in module.named_children():
+        if child_name == "parametrizations" and is_parametrized(module):
+            continue
         yield from _named_modules(child, f"{name}.{child_name}" if name else child_name, seen)

@@ -139,7 +139,11 @@ class _ConvSVD(SVDFactors):
             raise ValueError(f"`{what}` needs a 1×1 kernel, equal channels, stride 1 and no padding; got {self}")
 
     @classmethod
-    def _from_dense(cls: type[Self], conv: nn.Module, options: dict[str, Any]) -> Self:
+    def _why_not(cls, dense: Any) -> str:
+        return "" if dense.groups == 1 else "with groups its weight is several matrices"
+
+    @classmethod
+    def _from_dense(cls: type[Self], conv: Any, **options: Any) -> Self:
         if not isinstance(conv, cls._dense):
             raise TypeError(f"`conv` should be an nn.{cls._dense.__name__}; got {type(conv).__name__}")
         layer: Self = nn.utils.skip_init(cls, **_options_of(conv, conv.weight), **options)
@@ -161,7 +165,7 @@ class _ConvSVD(SVDFactors):
         return f"{self.in_channels}, {self.out_channels}, {', '.join(options)}"
 
 
-class Conv2dSVD(_ConvSVD):
+class Conv2dSVD(_ConvSVD, converts=nn.Conv2d):
     """``nn.Conv2d`` whose kernel, as the matrix W: (out, in·kh·kw), is held as W = U diag(σ) Vᵀ.
 
     ``nn.Conv2d``'s signature and shapes, with ``groups`` = 1; ``reflectors``, ``spectrum``, ``init`` and ``rank`` as in
@@ -206,14 +210,14 @@ class Conv2dSVD(_ConvSVD):
     @classmethod
     def from_conv(cls, conv: nn.Conv2d, **options: Any) -> Conv2dSVD:
         """The layer with the kernel, bias and all options of an ``nn.Conv2d``; see ``LinearSVD.from_linear``."""
-        return cls._from_dense(conv, options)
+        return cls._from_dense(conv, **options)
 
     def to_conv(self) -> nn.Conv2d:
         """An ``nn.Conv2d`` with this layer's kernel, bias and options. They share no memory."""
         return self._to_dense()
 
 
-class Conv1dSVD(_ConvSVD):
+class Conv1dSVD(_ConvSVD, converts=nn.Conv1d):
     """``nn.Conv1d`` whose kernel, as the matrix W: (out, in·k), is held as W = U diag(σ) Vᵀ. See ``Conv2dSVD``."""
 
     _dense = nn.Conv1d
@@ -226,7 +230,7 @@ class Conv1dSVD(_ConvSVD):
     @classmethod
     def from_conv(cls, conv: nn.Conv1d, **options: Any) -> Conv1dSVD:
         """The layer with the kernel, bias and all options of an ``nn.Conv1d``; see ``LinearSVD.from_linear``."""
-        return cls._from_dense(conv, options)
+        return cls._from_dense(conv, **options)
 
     def to_conv(self) -> nn.Conv1d:
         """An ``nn.Conv1d`` with this layer's kernel, bias and options. They share no memory."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from fasth import private
 from fasth.functional import DTYPES
 from fasth.nn.cache import Cache, state, weight_from
+from fasth.nn.registry import register
+from fasth.spectrum import Spectrum
 
 Self = TypeVar("Self", bound="Factored")
 
@@ -23,6 +25,25 @@ class Factors(NamedTuple):
 
     tensors: dict[str, Tensor]  # by the name of the parameter
     change: float  # ‖W′ − W‖ / ‖W‖, with W′ the weight that they make
+
+
+class Replacing:
+    """The converter of dense layers that a class of fasth replaces."""
+
+    def __init__(self, kind: type[Factored]) -> None:
+        self.kind = kind
+
+    def weights(self, dense: Any) -> tuple[str, ...]:
+        """The names of the parameters that are replaced by factors."""
+        return self.kind._dense_weights(dense)
+
+    def why_not(self, dense: Any) -> str:
+        """The reason why the class cannot have the weight of this layer, or ""."""
+        return self.kind._why_not(dense)
+
+    def to_svd(self, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[nn.Module, str]:
+        """The layer of the class, and a remark on its rank."""
+        return self.kind._convert(dense, spectrum, reflectors, rank)
 
 
 class Factored(nn.Module):
@@ -37,6 +58,12 @@ class Factored(nn.Module):
 
     bias: nn.Parameter | None
     _factor_names: tuple[str, ...]
+
+    def __init_subclass__(cls, converts: type[nn.Module] | None = None, **options: Any) -> None:
+        """``converts``: the dense class whose layers ``to_svd`` replaces by this one."""
+        super().__init_subclass__(**options)
+        if converts is not None:
+            register(converts, Replacing(cls))
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +105,31 @@ class Factored(nn.Module):
         """Makes ``weight`` the layer's weight."""
         self._write(**self._decompose(weight).tensors)
         return self
+
+    @staticmethod
+    def _dense_weights(dense: Any) -> tuple[str, ...]:
+        """The names of the weights of a layer of the dense class that are decomposed."""
+        return ("weight",)
+
+    @classmethod
+    def _why_not(cls, dense: Any) -> str:
+        """The reason why this class cannot have the weight of a dense layer, or ""."""
+        return ""
+
+    @classmethod
+    def _convert(
+        cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None
+    ) -> tuple[Factored, str]:
+        """The layer with the weights of a dense one, and a remark on its rank."""
+        raise NotImplementedError
+
+    def _to_dense(self) -> nn.Module:
+        """The layer of ``torch.nn`` that computes the same."""
+        raise NotImplementedError
+
+    def _why_not_to_dense(self) -> str:
+        """The reason why no layer of ``torch.nn`` computes the same, or ""."""
+        return ""
 
     def _decompose(self, weight: Tensor) -> Factors:
         """The factors of a weight of this layer's shape."""

@@ -105,6 +105,19 @@ class SVDFactors(Factored):
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None
 
+    @classmethod
+    def _convert(cls, dense: Any, spectrum: spectra.Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
+        """The layer with the weight of a dense one, of its rank or a lower one."""
+        own = min(dense.weight.flatten(1).shape)
+        r = own if rank is None else min(rank, own)
+        layer = cls._from_dense(dense, spectrum=spectrum, reflectors=reflectors, rank=r)
+        return layer, f"rank {r} of {own}" if r < own else ""
+
+    @classmethod
+    def _from_dense(cls, dense: Any, **options: Any) -> Any:
+        """The layer with the weight, the bias and the mode of a dense one."""
+        raise NotImplementedError
+
     def held_weights(self) -> Iterator[HeldWeight]:
         """The weight of the layer, as an (n, m) matrix."""
         if self.form == "full":

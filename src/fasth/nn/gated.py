@@ -14,7 +14,7 @@ from fasth.nn.recurrent import Recurrent
 _DEFAULTS = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
 
 
-class LSTMSVD(Recurrent):
+class LSTMSVD(Recurrent, converts=nn.LSTM):
     """``nn.LSTM`` with the hidden-to-hidden matrix of each gate held, and trained, as W = U diag(σ) Vᵀ.
 
     ``nn.LSTM``'s signature, shapes and parameters, except that each ``weight_hh_l{k}[_reverse]``: (4·hidden, m), with
@@ -78,14 +78,14 @@ class LSTMSVD(Recurrent):
     @classmethod
     def from_lstm(cls, lstm: nn.LSTM, *, spectrum: spectra.Spectrum | None = None) -> LSTMSVD:
         """The layer with the weights, biases, dtype, device and mode of an ``nn.LSTM``, as ``RNNSVD.from_rnn``."""
-        return cls._from_twin(lstm, spectrum=spectrum)
+        return cls._from_dense(lstm, spectrum=spectrum)
 
     def to_lstm(self) -> nn.LSTM:
         """An ``nn.LSTM`` with this layer's weights, biases, dtype, device and mode. They share no memory."""
-        return self._to_twin()
+        return self._to_dense()
 
 
-class GRUSVD(Recurrent):
+class GRUSVD(Recurrent, converts=nn.GRU):
     """``nn.GRU`` with the hidden-to-hidden matrix of each gate held, and trained, as W = U diag(σ) Vᵀ.
 
     ``nn.GRU``'s signature, shapes and parameters; the three matrices of ``weight_hh_l{k}[_reverse]``: (3·hidden,
@@ -124,8 +124,8 @@ class GRUSVD(Recurrent):
     @classmethod
     def from_gru(cls, gru: nn.GRU, *, spectrum: spectra.Spectrum | None = None) -> GRUSVD:
         """The layer with the weights, biases, dtype, device and mode of an ``nn.GRU``, as ``RNNSVD.from_rnn``."""
-        return cls._from_twin(gru, spectrum=spectrum)
+        return cls._from_dense(gru, spectrum=spectrum)
 
     def to_gru(self) -> nn.GRU:
         """An ``nn.GRU`` with this layer's weights, biases, dtype, device and mode. They share no memory."""
-        return self._to_twin()
+        return self._to_dense()

@@ -96,6 +96,13 @@ class _Linear(Factored):
         layer: Self = nn.utils.skip_init(cls, *sizes, bias=linear.bias is not None, **like, **options)
         return layer._take(linear)
 
+    @classmethod
+    def _from_dense(cls, dense: Any, **options: Any) -> Any:
+        return cls.from_linear(dense, **options)
+
+    def _to_dense(self) -> nn.Linear:
+        return self.to_linear()
+
     @staticmethod
     def _sizes_of(linear: nn.Linear) -> tuple[int, ...]:
         return linear.in_features, linear.out_features
@@ -113,7 +120,7 @@ class _Linear(Factored):
         )
 
 
-class LinearSVD(_Linear, SVDFactors):
+class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
     """x Wᵀ + bias with W = U diag(σ) Vᵀ held, and trained, as its singular value decomposition.  x: (*, in) → (*, out).
 
     ``nn.Linear``'s signature and shapes. U and V are products of reflections: whatever an optimizer does to the

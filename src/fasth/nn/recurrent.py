@@ -326,8 +326,16 @@ class Recurrent(Factored):
     def flatten_parameters(self) -> None:
         """Nothing to do: it is here because code that is written for ``torch.nn`` calls it."""
 
+    @staticmethod
+    def _dense_weights(dense: Any) -> tuple[str, ...]:
+        return tuple(name for name, _ in dense.named_parameters(remove_duplicate=False) if name.startswith("weight_hh"))
+
     @classmethod
-    def _from_twin(cls: type[Self], dense: Any, **options: Any) -> Self:
+    def _convert(cls, dense: Any, spectrum: spectra.Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
+        return cls._from_dense(dense, spectrum=spectrum), ""
+
+    @classmethod
+    def _from_dense(cls: type[Self], dense: Any, **options: Any) -> Self:
         if not isinstance(dense, cls._twin):
             raise TypeError(
                 f"`{cls._twin.__name__.lower()}` should be an nn.{cls._twin.__name__}; got {type(dense).__name__}"
@@ -343,7 +351,7 @@ class Recurrent(Factored):
                 _copy(parameter, getattr(layer, name))
         return layer.train(dense.training)
 
-    def _to_twin(self) -> Any:
+    def _to_dense(self) -> Any:
         like = _like(self)
         dense = self._twin(**_arguments(self, type(self)), device="meta", dtype=like["dtype"]).to_empty(
             device=like["device"]

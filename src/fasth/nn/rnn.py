@@ -18,7 +18,7 @@ from fasth.reflections.plan import CORE, backend_for
 EPS = 0.01
 
 
-class RNNSVD(Recurrent):
+class RNNSVD(Recurrent, converts=nn.RNN):
     """h_t = f(W_ih x_t + b_ih + W_hh h_{t−1} + b_hh) with W_hh = U diag(σ) Vᵀ held, and trained, as its SVD.
 
     ``nn.RNN``'s signature, shapes and parameters, except that each ``weight_hh_l{k}[_reverse]``: (hidden, hidden) is
@@ -127,6 +127,9 @@ class RNNSVD(Recurrent):
         x = self._for_caller(x) if directions == 1 else x
         return x.transpose(0, 1) if self.batch_first and sizes is None else x, [torch.stack(hidden)]
 
+    def _why_not_to_dense(self) -> str:
+        return "nn.RNN has no modReLU" if self.nonlinearity == "modrelu" else ""
+
     @property
     def _rates(self) -> tuple[float, float]:
         """Less than 1 for a net that is made to remember: a change of W acts at every time step."""
@@ -150,10 +153,10 @@ class RNNSVD(Recurrent):
         other replaces singular values that it does not have by the nearest ones that it has. One SVD of each hidden-to-
         hidden weight: O(hidden³). Draws no random numbers.
         """
-        return cls._from_twin(rnn, spectrum=spectra.free() if spectrum is None else spectrum)
+        return cls._from_dense(rnn, spectrum=spectra.free() if spectrum is None else spectrum)
 
     def to_rnn(self) -> nn.RNN:
         """An ``nn.RNN`` with this layer's weights, biases, dtype, device and mode. They share no memory."""
         if self.nonlinearity == "modrelu":
             raise ValueError("`nonlinearity` should be one that nn.RNN has, 'tanh' or 'relu'; got 'modrelu'")
-        return self._to_twin()
+        return self._to_dense()

@@ -1,0 +1,98 @@
+"""Layers of other classes whose weights are held as SVDs by parametrizing them: attention, and more kinds of convolutions.
+
+The layer stays what it is, and its class computes the output. Its weight, which is several matrices or one of another shape,
+becomes a batch of matrices, each with its own SVD: ``fasth.parametrizations.svd``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from fasth.nn.registry import register
+from fasth.parametrizations import OrthogonalWeight, SVDWeight, svd
+from fasth.spectrum import Spectrum
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class ByParametrization:
+    """The converter of layers whose weights, by name, are reshaped to matrices: (*b, n, m)."""
+
+    def __init__(self, shapes: Callable[[Any], Shapes]) -> None:
+        self.shapes = shapes
+
+    def weights(self, dense: Any) -> tuple[str, ...]:
+        """The names of the parameters that are replaced by factors."""
+        return tuple(self.shapes(dense))
+
+    def why_not(self, dense: Any) -> str:
+        """Nothing that is known before the weights are looked at."""
+        return ""
+
+    def to_svd(self, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[nn.Module, str]:
+        """A copy with the weights parametrized, which shares all other parameters. Reflectors are compact, ranks full."""
+        layer = _copy_with_parameters(dense)
+        for name, shape in self.shapes(dense).items():
+            svd(layer, name, spectrum, shape=shape)
+        return layer, "by fasth.parametrizations.svd"
+
+
+def is_parametrized_alone(module: nn.Module) -> bool:
+    """Whether all parametrizations of a module are those of ``fasth.parametrizations``, and no others."""
+    return parametrize.is_parametrized(module) and all(
+        len(held) == 1 and isinstance(held[0], (OrthogonalWeight, SVDWeight))
+        for held in module.parametrizations.values()  # type: ignore[union-attr, operator]
+    )
+
+
+def without_parametrizations(module: Any) -> nn.Module:
+    """A copy of the layer with plain parameters in place of parametrized ones, which shares all other parameters.
+
+    ``remove_parametrizations`` would change the class, which the copies of a parametrized module share.
+    """
+    dense = _copy_with_parameters(module)
+    dense.__class__ = parametrize.type_before_parametrizations(module)
+    del dense.parametrizations
+    for name, held in module.parametrizations.items():
+        trained = any(original.requires_grad for original in held.parameters())
+        dense.register_parameter(name, nn.Parameter(getattr(module, name).detach().clone(), requires_grad=trained))
+    return dense
+
+
+def _copy_with_parameters(module: nn.Module) -> Any:
+    """A copy of a module with the same parameters."""
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+
+
+def _as_it_is(layer: Any) -> Shapes:
+    return {"weight": tuple(layer.weight.shape)}
+
+
+def _by_group(conv: Any) -> Shapes:
+    """One matrix for each group: that of a patch to the output's channels, or, transposed, of the input's to a patch."""
+    first, *others = conv.weight.shape
+    matrix = first // conv.groups, math.prod(others)
+    return {"weight": matrix if conv.groups == 1 else (conv.groups, *matrix)}
+
+
+def _by_projection(attention: Any) -> Shapes:
+    """Queries, keys and values each have a matrix. PyTorch stacks them where they have one size."""
+    if attention.in_proj_weight is None:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return {name: tuple(getattr(attention, name).shape) for name in names}
+    return {"in_proj_weight": (3, attention.embed_dim, attention.embed_dim)}
+
+
+register(nn.MultiheadAttention, ByParametrization(_by_projection))
+register(NonDynamicallyQuantizableLinear, ByParametrization(_as_it_is))  # the output projection of attention
+register(nn.Bilinear, ByParametrization(_as_it_is))
+register("transformers.pytorch_utils.Conv1D", ByParametrization(_as_it_is))
+for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    register(_kind, ByParametrization(_by_group))
