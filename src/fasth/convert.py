@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -169,7 +168,9 @@ def compress(
     return _finish(replacement, replacement.carry_out(convert), "compress", report)
 
 
-def _finish(replacement: Replacement, conversions: list[Conversion], name: str, report: list[Conversion] | None) -> nn.Module:
+def _finish(
+    replacement: Replacement, conversions: list[Conversion], name: str, report: list[Conversion] | None
+) -> nn.Module:
     if report is not None:
         report.extend(conversions)
         return replacement.model

@@ -87,6 +87,7 @@ def svd_linear(
     bias: Tensor | None = None,
     *,
     form: str = "compact",
+    of_identity: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
 
@@ -101,6 +102,7 @@ def svd_linear(
         bias: (n,).
         form: with "compact" reflectors, sigma_i is multiplied by the signs of the entries (i, i) of U and V, or of the
             matrix that holds both: −1 where that is negative. Their gradient is ``with_sign_guard``'s.
+        of_identity: x is the identity, to form W.
 
     Returns:
         (*, n).
@@ -111,18 +113,12 @@ def svd_linear(
         x = as_reflectors(x, U.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x, U, sigma, V, bias, form=form)
-    plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form))
-    if plan.forms_matrix and (sigma is None or len(sigma) == min(n, m)):
-        return F.linear(x, svd_dense(U, sigma, V, form=form), bias)
+    plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form), of_identity=of_identity)
     if plan.forms_matrix:
+        if sigma is None or len(sigma) == min(n, m):
+            return F.linear(x, svd_dense(U, sigma, V, form=form), bias)
         A, B = svd_thin(U, sigma, V, form=form)
         return F.linear(F.linear(x, A), B, bias)
-    return _run_svd_linear(x, U, sigma, V, bias, plan)
-
-
-def _run_svd_linear(
-    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
-) -> Tensor:
     if plan.backend in (CORE, TRITON):
         return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, plan)
     _check_one_dtype(x, U, sigma, V, bias)  # the others take tensors of one dtype only
@@ -153,8 +149,7 @@ def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form:
     identity = torch.eye(min(n, m), dtype=U.dtype, device=U.device)
     if n < m:
         U, V = (U.mT, None) if V is None else (V, U)  # I (Wᵀ)ᵀ
-    plan = plan_svd_linear(identity, U, sigma, V, None, FORMS.index(form), of_identity=True)
-    W = _run_svd_linear(identity, U, sigma, V, None, plan)
+    W = svd_linear(identity, U, sigma, V, form=form, of_identity=True)
     return W if n < m else W.mT
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fasth.functional import svd_dense
 from fasth.nn.factored import one_of
-from fasth.nn.factors import check_signs, joined, one_side, put_signs, spectrum_or_free
+from fasth.nn.factors import joined, one_side, spectrum_or_free
 from fasth.nn.held_weight import HeldWeight
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
@@ -118,8 +118,7 @@ class _Weight(nn.Module):
             raise ValueError(f"what is assigned should have shape {tuple(self.shape)}; got {tuple(W.shape)}")
 
     def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Other checkpoints in the form of this one. The prefix is that of the originals."""
-        raise NotImplementedError
+        """Converts other checkpoints to the form of this one. The prefix is that of the originals."""
 
     def extra_repr(self) -> str:
         return "×".join(map(str, self.shape))
@@ -165,10 +164,7 @@ class OrthogonalWeight(_Weight):
         return (V if self.wide else V.mT).contiguous()
 
     def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        original, signs = state_dict.get(prefix + "original"), state_dict.pop(prefix + "0.signs", None)
-        if signs is not None:  # fasth 0.1
-            check_signs(prefix + "0.signs", signs)
-            put_signs(state_dict, prefix + "original", signs)
+        original = state_dict.get(prefix + "original")
         base = state_dict.pop(prefix + "0.base", None)
         if base is not None and isinstance(original, Tensor):
             dtype = torch.promote_types(original.dtype, torch.float32)  # PyTorch's maps have no kernels for less
@@ -213,12 +209,6 @@ class SVDWeight(_Weight):
         svd = SVD.from_dense(W.to(torch.promote_types(W.dtype, torch.float32)), form="compact")
         sigma = self.spectrum.inverse(svd.sigma).to(W.dtype)
         return joined(svd.U.V, svd.V.V).to(W.dtype), sigma
-
-    def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        signs = state_dict.pop(prefix + "0.signs", None)
-        if signs is not None:  # fasth 0.1
-            check_signs(prefix + "0.signs", signs)
-            put_signs(state_dict, prefix + "original0", signs.prod(-2))
 
     def extra_repr(self) -> str:
         matrices = "" if self.matrices == self.shape else f", matrices {'×'.join(map(str, self.matrices))}"

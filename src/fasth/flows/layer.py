@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fasth.nn import Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
@@ -45,7 +46,8 @@ def written(shape: tuple[int | str, ...]) -> str:
 def forward(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """y = W x + bias and log |det ∂y/∂x|.  x: (batch, *event) → (batch, *event) and (batch,)."""
     check_batch(layer, x)
-    return layer(x), logabsdet(layer, x)
+    y, logabsdet = layer.forward_and_logabsdet(x)
+    return y, _for_samples(logabsdet, x.shape[:1])
 
 
 def inverse(layer: Any, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,8 +60,12 @@ def logabsdet(layer: Any, x: Tensor) -> Tensor:
     """log |det| of the layer as a map of one sample, for every sample.  x: (*, *event) → (*)."""
     batch = x.ndim - len(event_shape(layer))
     positions = x.shape[batch + 1 :]  # after the channels of a convolution
-    # A copy: what flow libraries sum determinants into must not be one number seen many times.
-    return layer.logabsdet(*positions).expand(x.shape[:batch]).clone()
+    return _for_samples(layer.logabsdet(*positions), x.shape[:batch])
+
+
+def _for_samples(logabsdet: Tensor, batch: torch.Size) -> Tensor:
+    """A copy for every sample: flow libraries sum determinants in place."""
+    return logabsdet.expand(batch).clone()
 
 
 def of_any_batch(function: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:

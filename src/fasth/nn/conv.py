@@ -14,6 +14,7 @@ from fasth import spectrum as spectra
 from fasth.functional import check_tensor, svd_thin
 from fasth.nn.factored import Factors, at_least_one
 from fasth.nn.factors import DEFAULT_INIT, SVDFactors
+from fasth.operators.svd import log_abs_product
 
 Self = TypeVar("Self", bound="_ConvSVD")
 
@@ -70,12 +71,26 @@ class _ConvSVD(SVDFactors):
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` with the kernel, plus the bias; shapes as in ``torch.nn``, batched or not."""
+        return self._run(input, None)
+
+    def forward_and_logabsdet(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward(input)``, and log |det| of the layer as a map of one sample, a scalar: σ is computed once for both.
+
+        For 1×1 kernels with equal channels, stride 1 and no padding.
+        """
+        self._check_invertible("forward_and_logabsdet")
+        sigma = self._sigma()
+        positions = math.prod(input.shape[-len(self.kernel_size) :])
+        return self._run(input, sigma), positions * log_abs_product(sigma)
+
+    def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
+        """``forward``. ``sigma``: the singular values, if they are known."""
         check_tensor("input", input)
         padding: Any = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._padding_on_all_sides(), mode=self.padding_mode), 0
         cached = self._cached_weight()
-        kernel = self._form() if cached is None else cached
+        kernel = self._form(sigma) if cached is None else cached
         if self._is_thin:
             A, B = kernel
             return self._convolve(self._convolve(input, A, None, self.stride, padding, self.dilation), B, self.bias)
@@ -98,14 +113,14 @@ class _ConvSVD(SVDFactors):
         cached = None if self._is_thin else self._cached_weight()
         return self._kernel() if cached is None else cached
 
-    def _kernel(self) -> Tensor:
-        return self._matrix().reshape(self._kernel_shape())
+    def _kernel(self, sigma: Tensor | None = None) -> Tensor:
+        return self._matrix(sigma).reshape(self._kernel_shape())
 
-    def _form(self) -> Any:
+    def _form(self, sigma: Tensor | None = None) -> Any:
         """The kernel, or, of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions are its own."""
         if not self._is_thin:
-            return self._kernel().contiguous()
-        A, B = svd_thin(*self._factors(), form=self.form)
+            return self._kernel(sigma).contiguous()
+        A, B = svd_thin(*self._factors(sigma), form=self.form)
         one = [1 for _ in self.kernel_size]
         return A.reshape(-1, self.in_channels, *self.kernel_size), B.reshape(self.out_channels, -1, *one)
 
@@ -188,13 +203,13 @@ class Conv2dSVD(_ConvSVD, converts=nn.Conv2d):
         # model.to(memory_format=torch.channels_last) changes tensors of four dimensions, which no parameter here has.
         self.register_buffer("_layout", torch.zeros(2, 2, 2, 2, dtype=torch.bool, device=device), persistent=False)
 
-    def _kernel(self) -> Tensor:
-        return super()._kernel().contiguous(memory_format=self._memory_format())
+    def _kernel(self, sigma: Tensor | None = None) -> Tensor:
+        return super()._kernel(sigma).contiguous(memory_format=self._memory_format())
 
-    def _form(self) -> Any:
+    def _form(self, sigma: Tensor | None = None) -> Any:
         if not self._is_thin:
-            return self._kernel()
-        return tuple(t.contiguous(memory_format=self._memory_format()) for t in super()._form())
+            return self._kernel(sigma)
+        return tuple(t.contiguous(memory_format=self._memory_format()) for t in super()._form(sigma))
 
     def _memory_format(self) -> torch.memory_format:
         last = self._layout.stride(1) == 1  # vmap cannot answer is_contiguous for other formats

@@ -117,9 +117,7 @@ class Factored(nn.Module):
         return ""
 
     @classmethod
-    def _convert(
-        cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None
-    ) -> tuple[Factored, str]:
+    def _convert(cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[Factored, str]:
         """The layer with the weights of a dense one, and a remark on its rank."""
         raise NotImplementedError
 
@@ -150,9 +148,6 @@ class Factored(nn.Module):
     def _cached_weight(self) -> Any:
         """What ``_form`` gives, formed once; None outside of ``fasth.cached()``."""
         return weight_from(self._cache, self._form) if state.enabled else None
-
-    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Checkpoints of fasth 0.1 have the signs of compact reflectors as a tensor of their own."""
 
     @torch.no_grad()
     def _write(self, **values: Tensor) -> None:
@@ -223,10 +218,6 @@ def _convert_state(
     error_msgs: list[str],
 ) -> None:
     """Called before a state_dict is loaded: dense weights in it are replaced by their factors."""
-    try:
-        layer._move_old_signs(state_dict, prefix)
-    except ValueError as error:
-        error_msgs.append(f"{error}.")
     own = {name for name, _ in layer.named_parameters(recurse=False)}
     for name, factors in layer._dense_names().items():
         weight = state_dict.get(prefix + name)

@@ -96,9 +96,13 @@ class SVDFactors(Factored):
             return SVD(Orthogonal.of_stored(self.reflectors_U), sigma, Orthogonal.of_stored(self.reflectors_V))
         return SVD.of_shared(self.reflectors, sigma)
 
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The reflectors of U, σ and the reflectors of V, as ``svd_linear`` takes them."""
-        sigma = self.spectrum(self.sigma)
+    def _sigma(self) -> Tensor:
+        """σ: (k,)."""
+        return self.spectrum(self.sigma)
+
+    def _factors(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The reflectors of U, σ, computed if it is not given, and the reflectors of V, as ``svd_linear`` takes them."""
+        sigma = self.spectrum(self.sigma) if sigma is None else sigma
         if self.form == "full":
             return self.U, sigma * signs_of(self.signs).prod(0).to(sigma.dtype), self.V
         if self._is_thin:
@@ -128,9 +132,9 @@ class SVDFactors(Factored):
         else:
             yield HeldWeight("", self._matrix_shape, self.reflectors, self.sigma, None, "compact", self.spectrum)
 
-    def _matrix(self) -> Tensor:
+    def _matrix(self, sigma: Tensor | None = None) -> Tensor:
         """W: (n, m)."""
-        return svd_dense(*self._factors(), form=self.form)
+        return svd_dense(*self._factors(sigma), form=self.form)
 
     def _reset_factors(self) -> None:
         if self.sigma.is_meta:
@@ -165,18 +169,6 @@ class SVDFactors(Factored):
         U, V = (expand_compact(U), expand_compact(V)) if self._is_thin else (expanded(U), expanded(V))
         return tensors | {"U": U, "V": V, "signs": signs}
 
-    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
-        signs = state_dict.get(prefix + "signs")
-        if signs is None:
-            return
-        check_signs(prefix + "signs", signs)
-        if self.form == "full":
-            return
-        del state_dict[prefix + "signs"]
-        names, parts = (_thin_names(self.form), signs) if self._is_thin else (("reflectors",), signs.prod(0, True))
-        for name, part in zip(names, parts, strict=True):
-            put_signs(state_dict, prefix + name, part)
-
 
 def _thin_names(form: str) -> tuple[str, str]:
     """Of the reflectors of U and V. Their shapes are the same in both forms; a checkpoint should not fit both."""
@@ -208,19 +200,6 @@ def joined(U: Tensor, V: Tensor) -> Tensor:
     (k, n), m = U.shape[-2:], V.shape[-1]
     signs = diagonal_signs(U, k) * diagonal_signs(V, k)
     return with_diagonal(F.pad(U.triu(1).mT, (0, m - k)) + F.pad(V.triu(1), (0, 0, 0, n - k)), signs)
-
-
-def check_signs(name: str, signs: Tensor) -> None:
-    """Of a checkpoint, where they may be anything. An average of equal signs is that sign only to rounding."""
-    if not signs.is_meta and not ((signs.abs() - 1).abs() < 0.01).all():
-        raise ValueError(f'"{name}" should be 1 or -1; got values from {signs.min().item()} to {signs.max().item()}')
-
-
-def put_signs(state_dict: dict[str, Any], name: str, signs: Tensor) -> None:
-    """Those of a checkpoint of fasth 0.1 onto the diagonal of its reflectors, where they have been since."""
-    reflectors = state_dict.get(name)
-    if isinstance(reflectors, Tensor) and reflectors.ndim >= 2 and signs.shape[-1] <= min(reflectors.shape[-2:]):
-        state_dict[name] = with_diagonal(reflectors.detach(), signs)
 
 
 def expanded(V: Tensor) -> Tensor:

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled, check_tensor, svd_dense, svd_linear, svd_thin
+from fasth.nn.cache import state
 from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of, relative_change
 from fasth.nn.factors import (
     DEFAULT_INIT,
     INITS,
     REFLECTORS,
     SVDFactors,
-    check_signs,
     expanded,
     one_side,
-    put_signs,
     spectrum_or_free,
 )
 from fasth.nn.held_weight import HeldWeight
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
+from fasth.operators.svd import log_abs_product
 from fasth.reflections.autograd import diagonal_signs, signs_of
 
 Self = TypeVar("Self", bound="_Linear")
@@ -44,20 +44,38 @@ class _Linear(Factored):
 
     def forward(self, input: Tensor) -> Tensor:
         """input · Wᵀ + bias.  input: (*, in) → (*, out)."""
-        check_tensor("input", input)
+        return self._run(input, None)
+
+    def forward_and_logabsdet(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward(input)``, and log |det W|, a scalar, for square W: σ is computed once for both.
+
+        input: (*, d) → (*, d) and ().
+        """
+        self._check_square("forward_and_logabsdet")
+        sigma = self._sigma()
+        return self._run(input, sigma), log_abs_product(sigma)
+
+    def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
+        """``forward``. ``sigma``: the singular values, if they are known."""
+        if not isinstance(input, Tensor):
+            check_tensor("input", input)
         if input.is_nested:
             return _of_nested(self.forward, input)
         if input.ndim < 1 or input.shape[-1] != self.in_features:
             raise ValueError(f"`input` should have last dimension {self.in_features}; got shape {tuple(input.shape)}")
-        weight = self._cached_weight()
-        return _as_autocast(self._multiply(input)) if weight is None else self._multiply_by(weight, input)
+        weight = self._cached_weight() if state.enabled else None
+        return _as_autocast(self._multiply(input, sigma)) if weight is None else self._multiply_by(weight, input)
 
     def _multiply_by(self, weight: Tensor, x: Tensor) -> Tensor:
         """x Wᵀ + bias with the cached weight."""
         return F.linear(x, weight, self.bias)
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
         """x Wᵀ + bias from the factors."""
+        raise NotImplementedError
+
+    def _sigma(self) -> Tensor:
+        """σ, or the eigenvalues: (k,)."""
         raise NotImplementedError
 
     def _inverse(self) -> SVD | Orthogonal:
@@ -173,8 +191,8 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         self._reset_factors()
         self._reset_bias(self.in_features)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        U, sigma, V = self._factors()
+    def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+        U, sigma, V = self._factors(sigma)
         return svd_linear(x, U, sigma, V, self.bias, form=self.form)
 
     @property
@@ -264,8 +282,11 @@ class LinearSymmetric(_Linear):
         U = U if self.form == "compact" else expanded(U)
         return {"reflectors": U, "sigma": self.spectrum.inverse(sigma)}
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        sigma = self.spectrum(self.sigma)
+    def _sigma(self) -> Tensor:
+        return self.spectrum(self.sigma)
+
+    def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+        sigma = self._sigma() if sigma is None else sigma
         return svd_linear(x, self.reflectors, sigma, self.reflectors, self.bias, form=self.form)
 
     def held_weights(self) -> Iterator[HeldWeight]:
@@ -370,7 +391,10 @@ class LinearOrthogonal(_Linear):
         signs = signs_of(self.signs).to(self.reflectors.dtype) if self.form == "full" else None
         return one_side(self.reflectors, signs, self.out_features < self.in_features)
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _sigma(self) -> Tensor:
+        return self.reflectors.new_ones(len(self.reflectors))
+
+    def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
         U, signs, V = self._factors()
         return svd_linear(x, U, signs, V, self.bias, form=self.form)
 
@@ -409,13 +433,6 @@ class LinearOrthogonal(_Linear):
         W = U @ Vh
         V = compact_from_dense(W.mT if self.out_features < self.in_features else W)
         return Factors(self._as_parameters(V), relative_change(sigma, torch.ones_like(sigma)))
-
-    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
-        signs = state_dict.get(prefix + "signs")
-        if signs is not None:
-            check_signs(prefix + "signs", signs)
-            if self.form == "compact":
-                put_signs(state_dict, prefix + "reflectors", state_dict.pop(prefix + "signs"))
 
     def _inverse(self) -> Orthogonal:
         return self.orthogonal.mT

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled, check_tensor, svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of
-from fasth.nn.factors import INITS, check_signs, one_side, put_signs, spectrum_or_free
+from fasth.nn.factors import INITS, one_side, spectrum_or_free
 from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import rotations
 from fasth.nn.linear import LinearOrthogonal, LinearSVD
@@ -315,13 +315,6 @@ class Recurrent(Factored):
         return Factors(
             self._stacked([one.tensors for one in found], self._place(name)), max(one.change for one in found)
         )
-
-    def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
-        for where in self._places():
-            signs = state_dict.pop(f"{prefix}signs_{where}", None)
-            if signs is not None:
-                check_signs(f"{prefix}signs_{where}", signs)
-                put_signs(state_dict, f"{prefix}reflectors_{where}", signs.prod(0))
 
     def flatten_parameters(self) -> None:
         """Nothing to do: it is here because code that is written for ``torch.nn`` calls it."""

@@ -20,9 +20,7 @@ class Converter(Protocol):
         """The reason why this converter leaves the layer alone; "" if it does not."""
         ...
 
-    def to_svd(
-        self, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None
-    ) -> tuple[nn.Module, str]:
+    def to_svd(self, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[nn.Module, str]:
         """The converted layer, and a remark for the report."""
         ...
 

@@ -155,9 +155,7 @@ class SVD(Matrix):
         If W is singular it is −inf; a sigma that is 0 then has the gradient 0, and the others have theirs, 1/sigma.
         """
         self._check_square("logabsdet")
-        values, batch = self._values(), self._batch()
-        zero = values == 0  # where autograd has 0/0
-        total = torch.where(zero, 1, values).abs().log().masked_fill(zero, -math.inf).sum(-1)
+        total, batch = log_abs_product(self._values()), self._batch()
         return total if total.shape == batch else total.expand(batch)
 
     def norm(self, ord: str | int = "fro") -> Tensor:
@@ -276,6 +274,12 @@ class SVD(Matrix):
         n, m = self._sides()
         if n != m:
             raise ValueError(f"{operation}: the matrix should be square; got {self!r}")
+
+
+def log_abs_product(sigma: Tensor) -> Tensor:
+    """Σ log|sigma| over the last dimension.  (*b, k) → (*b). A zero makes it −inf, and has the gradient 0."""
+    zero = sigma == 0  # where autograd has 0/0
+    return torch.where(zero, 1, sigma).abs().log().masked_fill(zero, -math.inf).sum(-1)
 
 
 def _check_factors(U: Orthogonal, sigma: Tensor, V: Orthogonal) -> None:
