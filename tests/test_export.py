@@ -43,6 +43,34 @@ assert not any(name.split(".")[0] == "fasth" for name in sys.modules)
 """)
 
 
+def exported(model, x, strict=False):
+    return torch.export.export(model, (x,), strict=strict)
+
+
+def number_of_nodes(program):
+    """The operations of a program: all nodes but its inputs and its output."""
+    return sum(node.op == "call_function" for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize(("layer", "most"), [(fnn.LinearSVD, 280), (fnn.LinearOrthogonal, 150)])
+def test_products_are_few(layer, most):
+    """512 reflections a side are four blocks, where the compiled core has sixteen."""
+    assert number_of_nodes(exported(layer(512, 512), torch.randn(2, 512))) < most
+
+
+@pytest.mark.parametrize("spread", [0, 1e-3, 1e-1], ids=["equal", "nearly parallel", "alike"])
+@pytest.mark.parametrize("d", [64, 256, 512])
+def test_exported_products_are_orthogonal(d, spread):
+    """By the measure of LAPACK's tests, in float32, for the reflectors that are hardest."""
+    torch.manual_seed(0)
+    layer = fnn.LinearOrthogonal(d, d, False, reflectors="full")
+    with torch.no_grad():
+        layer.reflectors.copy_(1 + spread * torch.randn(d, d))
+    Q = exported(layer, torch.eye(d)).module()(torch.eye(d)).detach().double()
+    error = torch.linalg.matrix_norm(Q.mT @ Q - torch.eye(d), 1) / (d * torch.finfo(torch.float32).eps)
+    assert error < 30
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("convert", [fasth.to_dense, lambda model: model], ids=["dense", "factored"])
 def test_onnx(convert, tmp_path):

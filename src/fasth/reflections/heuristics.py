@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from fasth.private import is_exporting
 from fasth.reflections import gpu_model, tuning_file
 from fasth.reflections.backends import kernels_forced
 from fasth.reflections.triton.configurations import BLOCK, LONGEST
@@ -36,7 +37,9 @@ SAVE_NOTHING, SAVE_T, SAVE_Z, SAVE_A = range(4)
 
 
 def default_block_size(r: int, where: Where = CPU, rows: int = 32) -> int:
-    """The block size for r reflections of so many rows."""
+    """The block size for r reflections of so many rows. Exported programs have few wide blocks, so few operations."""
+    if is_exporting():
+        return block_size_by_rule(r, on_cpu=False)
     found = _tuned(r, where)
     return block_size_by_rule(r, where.device == "cpu", rows >= MANY_ROWS) if found is None else found.block_size
 
