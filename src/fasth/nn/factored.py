@@ -76,7 +76,9 @@ class Factored(nn.Module):
 
     def _cached_weight(self) -> Any:
         """What ``_form`` gives, formed once; None outside of ``fasth.cached()``."""
-        return weight_from(self._cache, self._form) if state.enabled else None
+        if not state.enabled:
+            return None
+        return weight_from(self._cache, self, self._factor_names, self._form)
 
     def _move_old_signs(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Checkpoints of fasth 0.1 have the signs of compact reflectors as a tensor of their own."""
@@ -84,6 +86,7 @@ class Factored(nn.Module):
     @torch.no_grad()
     def _write(self, **values: Tensor) -> None:
         """The values into the parameters of these names. Sharded over processes: those of the first."""
+        self._cache.entry = None
         mesh = getattr(self._first(), "device_mesh", None)
         for name, value in values.items():
             target = getattr(self, name)
@@ -150,6 +153,7 @@ def _convert_state(
     error_msgs: list[str],
 ) -> None:
     """Called before a state_dict is loaded: dense weights in it are replaced by their factors."""
+    layer._cache.entry = None
     try:
         layer._move_old_signs(state_dict, prefix)
     except ValueError as error:
