@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ import torch
 from dense import assert_close, assert_within, value_and_gradients
 from layers import ALL, BY_KERNELS, CASES, Case, of_every, output
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import fasth
 from fasth import LinearSVD
+from fasth.problems import gradient_of
 from fasth.twins import perturbed
 
 ROUNDINGS = 100
@@ -58,7 +62,7 @@ def test_values_and_gradients_are_those_outside(case: Case, path: str) -> None:
         with fasth.cached():
             for _ in range(2):
                 actual = results(layer, x)
-                layer._cache.weight = None  # what was differentiated once cannot be again
+                layer._cache.entry = None  # what was differentiated once cannot be again
                 assert_close(actual, expected, ROUNDINGS)
         with torch.no_grad(), fasth.cached():
             for _ in range(2):
@@ -207,6 +211,119 @@ def test_wrong_inputs_are_the_same_errors() -> None:
                     layer([1.0, 2.0, 3.0])
 
 
+# Whose weight it is
+
+
+def with_values_of(case: Case, tensors: dict[str, Tensor]) -> nn.Module:
+    """A layer of its own with these values."""
+    layer = case.make(dtype=torch.float64)
+    layer.load_state_dict(tensors, strict=False)
+    return layer
+
+
+def replica_of(layer: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """As ``torch.nn.DataParallel`` makes it: tensors as attributes in place of parameters."""
+    replica: Any = layer._replicate_for_data_parallel()
+    for name, t in tensors.items():
+        setattr(replica, name, t)
+    return replica
+
+
+def shallow_copy_of(layer: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    other = copy.copy(layer)
+    other._parameters = {name: nn.Parameter(t, requires_grad=False) for name, t in tensors.items()}
+    return other
+
+
+def called_functionally(layer: nn.Module, tensors: dict[str, Tensor]) -> Callable[..., Any]:
+    return lambda x: functional_call(layer, tensors, (x,))
+
+
+OTHERS = {"replica": replica_of, "copy.copy": shallow_copy_of, "functional_call": called_functionally}
+
+
+@of_every(CASES)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_tensors_have_another_weight(case: Case, kind: str) -> None:
+    """The same layer with other tensors in place of its parameters, within one context."""
+    layer, x = draw(case)
+    own = {name: p.detach() for name, p in layer.named_parameters()}
+    others = {name: p.detach() for name, p in perturbed(copy.deepcopy(layer)).named_parameters()}
+    with torch.no_grad():
+        expected = [output(with_values_of(case, tensors), x) for tensors in (own, others)]
+        assert not torch.allclose(*expected)
+        with fasth.cached():
+            for _ in range(2):
+                assert_within(output(layer, x), expected[0], 10, ROUNDINGS)
+                assert_within(output(OTHERS[kind](layer, others), x), expected[1], 10, ROUNDINGS)
+
+
+def _assigns(layer: nn.Module, other: nn.Module) -> None:
+    for name, p in other.named_parameters():
+        setattr(layer, name, nn.Parameter(p.detach(), p.requires_grad))
+
+
+@of_every(CASES)
+@pytest.mark.parametrize("change", ["load_state_dict", "load_state_dict, assign", "set_weight_", "new parameters"])
+def test_what_replaces_all_values_takes_effect_within_it(case: Case, change: str) -> None:
+    layer, x = draw(case)
+    other = perturbed(copy.deepcopy(layer))
+    changes = CHANGES | {
+        "set_weight_": lambda layer, other: layer.set_weight_(other.weight),
+        "new parameters": _assigns,
+    }
+    with torch.no_grad(), fasth.cached():
+        output(layer, x)
+        changes[change](layer, other)
+        after = output(layer, x)
+    assert_within(after, output(layer, x), 10, ROUNDINGS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_with_other_parameters() -> None:
+    layer, x = draw(CASES["LinearSVD"])
+    call = compiled(layer, "aot_eager")
+    with torch.no_grad(), fasth.cached():
+        for scale in (1, 2, 3):
+            layer.sigma = nn.Parameter(layer.sigma * scale)
+            for _ in range(2):
+                assert_within(call(x), copy.deepcopy(layer)(x), 100, ROUNDINGS)
+
+
+def test_no_fake_tensor_is_cached() -> None:
+    layer, x = draw(CASES["LinearSVD"])
+    expected = layer(x)
+    with torch.no_grad(), fasth.cached():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            layer(mode.from_tensor(x))
+        assert_within(layer(x), expected, 10, ROUNDINGS)
+
+
+@of_every(CASES)
+@pytest.mark.parametrize("cached_before", [False, True], ids=["", "cached before"])
+@pytest.mark.parametrize("where", ["within, within", "within, outside", "outside, within"])
+def test_checkpoint(case: Case, cached_before: bool, where: str) -> None:
+    """A region, and the backward pass through it, each within the context or outside of it."""
+    layer, _ = draw(case)
+    # As many rows as features: the reflectors have the shape of x, and neither may be taken for the other.
+    x = torch.randn(6, 6, dtype=torch.float64) if case is CASES["LinearSVD"] else case.input(torch.float64)
+    layer.bias = None if case is CASES["LinearSVD"] else getattr(layer, "bias", None)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    expected = results(layer, x)[1]
+    x = x.requires_grad_()
+    forward, backward = where.split(", ")
+    with fasth.cached() if "within" in forward else nullcontext():
+        if cached_before:
+            output(layer, x)
+        out = checkpoint(lambda x: output(layer, x), x, use_reentrant=False)
+        if backward == "within":
+            with fasth.cached():
+                found = torch.autograd.grad(out, [x, *parameters], gradient_of(out))
+    if backward == "outside":
+        found = torch.autograd.grad(out, [x, *parameters], gradient_of(out))
+    assert_close(([out], list(found)), ([out], expected), ROUNDINGS)
+
+
 # Compiled
 
 
@@ -228,7 +345,7 @@ def test_compiled(name: str, backend: str) -> None:
         with torch.no_grad(), fasth.cached():
             for _ in range(3):
                 assert_close(([output(call, x)], [x]), (expected[0], [x]), ROUNDINGS)
-        assert layer._cache.weight is None
+        assert layer._cache.entry is None
         with fasth.cached():
             assert_close(results(call, x), expected, ROUNDINGS)
         assert_close(results(call, x), expected, ROUNDINGS)
@@ -355,7 +472,7 @@ def test_not_in_states_copies_and_pickles(case: Case) -> None:
     keys, size, pickled = layer.state_dict().keys(), saved(layer), len(pickle.dumps(layer))
     with torch.no_grad(), fasth.cached():
         expected = output(layer, x)
-        assert layer._cache.weight is not None
+        assert layer._cache.entry is not None
         assert layer.state_dict().keys() == keys
         assert saved(layer) == size and len(pickle.dumps(layer)) == pickled
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

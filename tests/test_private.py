@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fasth
@@ -31,7 +33,7 @@ def test_all_private_names_are_in_one_file() -> None:
     }
     names = {name for path, name in found if path == "private.py"}
     assert {path for path, _ in found} == {"private.py"}, found
-    assert len(names) <= 6, names  # of the library; hooks of a module count as one, and so do those of a tensor
+    assert len(names) <= 8, names  # of the library; hooks of a module count as one, and so do those of a tensor
 
 
 def test_transforms_are_noticed() -> None:
@@ -58,6 +60,39 @@ def test_dispatch_modes_are_noticed(mode) -> None:
     with mode():
         assert private.dispatch_mode_active()
     assert not private.dispatch_mode_active()
+
+
+def test_hooks_of_saved_tensors_are_noticed() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.saved_tensors_hooks_active())
+        return x.sin()
+
+    x = torch.randn(3, requires_grad=True)
+    look(x)
+    checkpoint(look, x, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        look(x)
+    look(x)
+    assert seen == [False, True, True, True, False]
+
+
+def test_tensors_that_a_module_holds() -> None:
+    layer = nn.Linear(2, 3)
+    replica = layer._replicate_for_data_parallel()
+    replica.weight = torch.ones(3, 2)
+    pruned = prune.identity(nn.Linear(2, 3), "weight")
+    for module in (layer, replica, pruned):
+        for other in (layer, replica, pruned):
+            assert private.holds(module, {"weight": other.weight}) == (module is other)
+
+
+def test_fake_tensors_are_noticed() -> None:
+    x, other = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    fake = FakeTensorMode().from_tensor(x)
+    assert private.is_fake(fake) and not private.is_fake(x)
+    assert private.stands_for(fake, x) and not private.stands_for(fake, other) and not private.stands_for(x, x)
 
 
 HOOKS = {

@@ -27,9 +27,9 @@ def transform_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# The two questions of ``transform_active``, and whether a ``TorchDispatchMode`` wants to see every operation (fake tensors,
-# tracing by make_fx, counters), for eager mode: without a Python function around them, as every call asks them. What the
-# compiled core does is not seen by such a mode. Without the last name it would be missing from traces, and tensors
+# The two questions of ``transform_active``, and whether a ``TorchDispatchMode`` wants to see every operation, as fake
+# tensors, make_fx and counters do: without a Python function around them, since every call in eager mode asks them. Such
+# a mode does not see what the compiled core does. Without the last name that would be missing from traces, and tensors
 # without memory would reach the core, which refuses them.
 functorch_active = torch._C._are_functorch_transforms_active
 forward_level = functools.partial(getattr, forward_ad, "_current_level")
@@ -42,6 +42,45 @@ def is_exporting() -> bool:
     This is the flag that it returns elsewhere. With the public question, those graphs would not call the core.
     """
     return torch.compiler._is_exporting_flag
+
+
+def saved_tensors_hooks_active() -> bool:
+    """Whether hooks of ``torch.autograd.graph.saved_tensors_hooks`` are active, as in a region of checkpoint.
+
+    ``torch.utils.checkpoint`` takes the tensors that the second run of a region saves in place of those of the first,
+    by their order. There is no public question. Without this name a weight that is cached in one run and not in the
+    other would give errors, or wrong gradients.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is a ``FakeTensor``, which has no values. There is no public question.
+
+    Without this name, which has no underscore but is not documented, a fake weight could be cached.
+    """
+    return hasattr(tensor, "fake_mode")
+
+
+def stands_for(fake: Any, tensor: Tensor) -> bool:
+    """Whether ``fake`` is the fake tensor that ``torch.export`` uses in place of ``tensor``, a parameter.
+
+    A fake mode makes one fake tensor of each tensor, and gives the same one when asked again. Without these names,
+    which are not documented, exported programs would have no cached weights.
+    """
+    return is_fake(fake) and fake.fake_mode.from_tensor(tensor) is fake
+
+
+def holds(module: nn.Module, tensors: dict[str, Tensor]) -> bool:
+    """Whether ``getattr(module, name) is t`` for all of these tensors, in a tenth of the time for parameters.
+
+    Without this name every call of a small layer with its cached weight would take a third longer.
+    """
+    parameters: Any = module._parameters
+    for name, t in tensors.items():
+        if parameters.get(name) is not t and getattr(module, name) is not t:
+            return False
+    return True
 
 
 def number_of_hooks(module: nn.Module) -> int:

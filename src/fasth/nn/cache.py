@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from fasth.private import is_exporting, transform_active
+from fasth.private import holds, is_exporting, is_fake, saved_tensors_hooks_active, stands_for, transform_active
 
 
 class _State:
@@ -21,12 +23,24 @@ state = _State()
 _all: weakref.WeakSet[Cache] = weakref.WeakSet()
 
 
+class Entry(NamedTuple):
+    """A cached weight, and the tensors that it was formed from. It is valid for these very tensors only."""
+
+    weight: Any  # a tensor, or several: thin factors, the weights of a recurrent layer
+    with_graph: bool
+    inference: bool  # formed in inference mode, in eager mode
+    factors: dict[str, Tensor]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the weight."""
+        return (self.weight,) if isinstance(self.weight, Tensor) else tuple(self.weight)
+
+
 class Cache:
-    """A layer's cached weight, if it has one: with a graph for its gradient, or without. No copy of a layer has it."""
+    """A layer's cached weight, if there is one. A deep copy or a pickle of the layer starts without it."""
 
     def __init__(self) -> None:
-        self.weight: Any = None
-        self.with_graph: bool = False
+        self.entry: Entry | None = None
         _all.add(self)  # here, since torch.compile would have to guard what changes when a weight is formed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
@@ -42,10 +56,14 @@ def cached() -> Iterator[None]:
 
     For inference, where a layer then costs what its twin in ``torch.nn`` costs; and for training, where a layer is used
     more than once in a step, as in a loop over time: the weight is formed once and differentiated once. It is dropped
-    at the end. As with ``torch.nn.utils.parametrize.cached()``, parameters should not change within it, and what goes
-    backward through a cached weight goes once, unless the graph is retained.
+    at the end. As with ``torch.nn.utils.parametrize.cached()``, values of parameters should not change within it, and
+    what goes backward through a cached weight goes once, unless the graph is retained. A cached weight serves only the
+    tensors that it was formed from: copies, replicas and ``torch.func.functional_call`` form their own.
 
-    In eager mode and under ``torch.compile``, on every device. Transforms of ``torch.func`` take no cached weight.
+    In eager mode and under ``torch.compile``, on every device. Transforms of ``torch.func`` and regions of
+    ``torch.utils.checkpoint`` take no cached weight. ``torch.export`` takes those that were cached before, under
+    ``torch.no_grad()``, as constants: ``model(x)`` and then ``torch.export.export(model, (x,))``, both within the same
+    ``with torch.no_grad(), fasth.cached():``.
 
     Example:
         >>> model, batches = fasth.LinearSVD(64, 10), torch.randn(5, 32, 64)
@@ -61,15 +79,37 @@ def cached() -> Iterator[None]:
         if state.depth == 0:
             state.enabled = False
             for cache in _all:
-                cache.weight = None
+                cache.entry = None
 
 
-def weight_from(cache: Cache, form: Callable[[], Any]) -> Any:
-    """The cached weight, which ``form()`` makes the first time; None where none may be cached."""
-    if is_exporting() or transform_active():
+def weight_from(cache: Cache, layer: nn.Module, names: Iterable[str], form: Callable[[], Any]) -> Any:
+    """The cached weight of the factors of these names, formed by ``form()`` at the first use; None if none may be used.
+
+    Transforms of ``torch.func`` take no cached weight. Nor does a region of ``torch.utils.checkpoint`` in eager mode:
+    it runs twice, and has to save the same tensors both times, also if the second run is outside of the context.
+    """
+    entry, with_graph = cache.entry, torch.is_grad_enabled()
+    if is_exporting():
+        return _constant(entry, layer)
+    if transform_active() or (with_graph and not is_compiling() and saved_tensors_hooks_active()):
         return None
-    with_graph = torch.is_grad_enabled()
-    if cache.weight is None or (with_graph and not cache.with_graph):
-        cache.weight = form()
-        cache.with_graph = with_graph
-    return cache.weight
+    if entry is None or (with_graph and not entry.with_graph) or not holds(layer, entry.factors):
+        in_eager_mode = not is_compiling()  # torch.compile follows neither of the two questions below
+        inference = in_eager_mode and torch.is_inference_mode_enabled()
+        factors = {name: getattr(layer, name) for name in names}
+        entry = Entry(form(), with_graph, inference, factors)
+        if not (in_eager_mode and any(is_fake(t) for t in entry.tensors())):
+            cache.entry = entry
+    return entry.weight
+
+
+def _constant(entry: Entry | None, layer: nn.Module) -> Any:
+    """The cached weight as a constant of an exported program; None if there is none, or if gradients are wanted.
+
+    It should have been cached before: while ``torch.export`` traces, parameters have no values. A tensor that was made
+    in inference mode would make the program fail wherever it is called outside of that mode.
+    """
+    if entry is None or torch.is_grad_enabled() or entry.with_graph or entry.inference:
+        return None
+    found = ((getattr(layer, name), t) for name, t in entry.factors.items())
+    return entry.weight if all(now is t or stands_for(now, t) for now, t in found) else None

@@ -147,11 +147,14 @@ class Factored(nn.Module):
 
     def _cached_weight(self) -> Any:
         """What ``_form`` gives, formed once; None outside of ``fasth.cached()``."""
-        return weight_from(self._cache, self._form) if state.enabled else None
+        if not state.enabled:
+            return None
+        return weight_from(self._cache, self, self._factor_names, self._form)
 
     @torch.no_grad()
     def _write(self, **values: Tensor) -> None:
         """The values into the parameters of these names. Sharded over processes: those of the first."""
+        self._cache.entry = None
         mesh = getattr(self._first(), "device_mesh", None)
         for name, value in values.items():
             target = getattr(self, name)
@@ -218,6 +221,7 @@ def _convert_state(
     error_msgs: list[str],
 ) -> None:
     """Called before a state_dict is loaded: dense weights in it are replaced by their factors."""
+    layer._cache.entry = None
     own = {name for name, _ in layer.named_parameters(recurse=False)}
     for name, factors in layer._dense_names().items():
         weight = state_dict.get(prefix + name)

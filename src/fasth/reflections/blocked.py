@@ -207,9 +207,9 @@ def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tenso
 
 
 def _products(X: Tensor, Y: Tensor, triangular: bool) -> Tensor:
-    """X Yᵀ: (B, n, k, k) of every block, without work on the zeros left of the diagonal."""
+    """X Yᵀ: (B, n, k, k) of every block, without work on the zeros left of the diagonal; when exporting, at once."""
     n, k = Y.shape[1:3]
-    if not triangular or n < 2:
+    if not triangular or n < 2 or private.is_exporting():
         return X @ Y.mT
     return torch.stack([X[:, i, :, i * k :] @ Y[:, i, :, i * k :].mT for i in range(n)], 1)
 

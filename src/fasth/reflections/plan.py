@@ -337,7 +337,9 @@ except (ImportError, ValueError):
 
 
 def default_block_size(r: int, where: Where, rows: int = 32) -> int:
-    """The block size for r reflections of so many rows."""
+    """The block size for r reflections of so many rows. Exported programs have few wide blocks, so few operations."""
+    if where.exporting:
+        return block_size_by_rule(r, on_cpu=False)
     found = _tuned(r, where)
     return block_size_by_rule(r, where.device == "cpu", rows >= MANY_ROWS) if found is None else found.block_size
 
