@@ -23,7 +23,7 @@ IN_INTERPRETER := tests/test_kernels.py tests/test_householder.py::test_values_a
     scale_does_not_matter what_is_left_of_the_diagonal_is_ignored_even_if_it_is_nan)
 TOO_SLOW := (many and rows) or (more and rows) or 200 or 300 or 130 or 100x65
 
-.PHONY: help demo test sdist wheel test-kernels test-torch versions lint format gpu-resources bench reproduce study flow recurrent readme docs docs-links docs-examples phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
+.PHONY: help demo test sdist wheel test-kernels test-torch versions lint format gpu-resources bench reproduce study flow recurrent readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -79,6 +79,9 @@ docs-links: $(VENV)/.stamp ## follow the links to other sites, which takes a net
 
 docs-examples: $(VENV)/.stamp ## run the examples, and put what they print and draw into docs/examples.md; ARGS=demo runs one
 	$(BIN)/python docs/run_examples.py $(ARGS)
+
+zoo: $(VENV)/.zoo ## run twelve checks on 54 architectures of transformers, timm and torchvision; ARGS="--only bert"
+	PYTHONPATH=tests $(BIN)/python -m zoo $(ARGS)
 
 phases: $(VENV)/.stamp ## show where the compiled core's time goes
 	$(BIN)/python benchmarks/phases.py
@@ -200,3 +203,9 @@ $(VENV)/.stamp: $(VENV)/.core
 $(VENV)/.peers: $(VENV)/.stamp
 	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder
 	touch $@
+
+# The libraries whose models the zoo converts, for which the blocks of docs/ecosystem.md are; torch stays as it is.
+$(VENV)/.zoo: $(VENV)/.stamp
+	@echo "Setting up .venv: transformers, timm, torchvision and others. This takes about a minute."
+	@$(PIP) install --quiet --no-build-isolation --config-settings=build-dir=$(CORE) -e .[$(DEVELOPMENT),zoo]
+	@touch $@

@@ -395,6 +395,23 @@ def test_layers_whose_weight_a_wrapper_presents_as_its_own_are_left_alone():
     assert [type(layer) for layer in to_svd(low)[0]] == [LinearSVD, LinearSVD]
 
 
+def test_low_rank_has_the_sizes_of_the_layer_that_it_replaced():
+    """As Whisper's encoder reads ``conv1.stride``, and others ``out_features``."""
+    layers = (
+        nn.Linear(9, 7),
+        nn.Conv1d(9, 8, 3, stride=2, padding=1),
+        nn.Conv2d(4, 8, (3, 1), dilation=2, padding="same"),
+    )
+    for layer in layers:
+        small = compress(layer, rank=1)
+        assert isinstance(small, LowRank)
+        sizes = {"in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding"}
+        for name in (sizes | {"dilation", "padding_mode"}) & vars(layer).keys():
+            assert getattr(small, name) == getattr(layer, name)
+        assert not hasattr(small, "out_channels" if isinstance(layer, nn.Linear) else "out_features")
+        assert not hasattr(small, "groups_of_something")
+
+
 def excludable() -> nn.Module:
     model = nn.Sequential()
     for name in ("encoder", "decoder"):

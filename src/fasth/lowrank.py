@@ -21,6 +21,7 @@ from fasth.spectrum import free
 
 DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d)
 FACTORED = (LinearSVD, LinearSymmetric, Conv1dSVD, Conv2dSVD)
+GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")  # of a convolution
 
 
 class LowRank(nn.Sequential):
@@ -39,6 +40,14 @@ class LowRank(nn.Sequential):
     def bias(self) -> Tensor | None:
         bias: Any = self[1].bias
         return bias
+
+    def __getattr__(self, name: str) -> Any:
+        """The sizes of the layer that it replaced, for modules that read them, as Whisper reads ``conv1.stride``."""
+        if name in ("out_features", "out_channels"):
+            return getattr(self[1], name)
+        if name in ("in_features", "in_channels", *GEOMETRY):
+            return getattr(self[0], name)
+        return super().__getattr__(name)
 
 
 def matrix_shape(layer: Any) -> tuple[int, int]:
@@ -95,7 +104,7 @@ def _two_thin(layer: Any, svd: SVD, kept: Tensor) -> LowRank:
         second = skip_init(nn.Linear, r, layer.out_features, bias=layer.bias is not None, **options)
     else:
         kind = nn.Conv1d if isinstance(layer, (nn.Conv1d, Conv1dSVD)) else nn.Conv2d
-        geometry = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        geometry = {name: getattr(layer, name) for name in GEOMETRY[1:]}
         first = skip_init(kind, layer.in_channels, r, layer.kernel_size, bias=False, **geometry, **options)
         second = skip_init(kind, r, layer.out_channels, 1, bias=layer.bias is not None, **options)
     for thin, matrix in ((first, A), (second, B)):
@@ -121,7 +130,7 @@ def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
         new = skip_init(LinearSVD, layer.in_features, layer.out_features, **options)
     else:
         kind = Conv1dSVD if isinstance(layer, (nn.Conv1d, Conv1dSVD)) else Conv2dSVD
-        geometry = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        geometry = {name: getattr(layer, name) for name in GEOMETRY[1:]}
         sizes = layer.in_channels, layer.out_channels, layer.kernel_size
         new = skip_init(kind, *sizes, **geometry, **options)
     new._write(**new._as_parameters(compact_from_dense(U), sigma, compact_from_dense(V)))
