@@ -19,9 +19,9 @@ from fasth.nn import LinearOrthogonal
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
 from fasth.nn.held_weight import held_weights
-from fasth.nn.parametrized import is_parametrized_alone, without_parametrizations
+from fasth.nn.parametrized import PARAMETRIZED, is_parametrized_alone, without_parametrizations
 from fasth.nn.recurrent import Recurrent
-from fasth.nn.registry import converter_for, is_registered, path_of, registered_names
+from fasth.nn.registry import converter_for, is_registered, path_of
 from fasth.reflections.plan import DTYPES
 from fasth.replace import EXCLUDED, FILTERED, Conversion, Filter, Replacement, factors, is_factor, parameters_of
 from fasth.spectrum import Spectrum, free
@@ -91,8 +91,8 @@ def to_svd(
     replacement = Replacement(model, _why_not_to_svd, filter, inplace, exclude, _is_wrapper)
     if not replacement.possible and not any(True for module in replacement.names for _ in held_weights(module)):
         raise ValueError(
-            f"`model` should have a layer that can be converted, of one of the classes {', '.join(registered_names())}; "
-            f"got {type(model).__name__}{_listed(replacement.left_alone())}"
+            "`model` should have a Linear, Conv1d, Conv2d, RNN, LSTM or GRU layer that can be converted, or one of "
+            f"{', '.join(PARAMETRIZED)}; got {type(model).__name__}{_listed(replacement.left_alone())}"
         )
     return _finish(replacement, replacement.carry_out(convert), "to_svd", report)
 
@@ -233,7 +233,7 @@ def _why_not_to_svd(module: nn.Module) -> str | None:
         for kind in type(module).__mro__[1:]:
             if is_registered(kind):
                 return f"a subclass of {kind.__name__} may compute something else"
-        return f"its class, {path_of(type(module))}, is none of {', '.join(registered_names())}"
+        return f"its class, {path_of(type(module))}, is none that to_svd converts"
     converter, reason = converter_for(module)
     return reason if converter is None else _why_not(module, converter.weights(module))
 
@@ -258,8 +258,10 @@ def _why_not_to_compress(module: nn.Module) -> str | None:
     if isinstance(module, lowrank.FACTORED):
         return _why_not_fasth(module)
     if type(module) not in lowrank.DENSE:
-        names = ", ".join(kind.__name__ for kind in (*lowrank.DENSE, *lowrank.FACTORED))
-        return f"its class, {path_of(type(module))}, is none of {names}"
+        for kind in lowrank.DENSE:
+            if isinstance(module, kind):
+                return f"a subclass of {kind.__name__} may compute something else"
+        return f"its class, {path_of(type(module))}, is none that compress truncates"
     if getattr(module, "groups", 1) != 1:
         return "with groups its weight is several matrices"
     return _why_not(module, ("weight",))
@@ -280,7 +282,7 @@ def _why_not_parameters(module: nn.Module) -> str:
 
 
 def _why_not(module: nn.Module, weights: tuple[str, ...]) -> str:
-    """The reason why a module of a known class cannot be replaced, "" if it can be: it is nothing more than its class."""
+    """The reason why a module of a known class cannot be replaced, or "": it is nothing more than its class."""
     if private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
         return HOOKS_LOST
     if "forward" in vars(module):

@@ -1,8 +1,8 @@
 """The functions behind every layer, x Qᵀ and x Wᵀ: each checks its arguments, makes a plan, and runs it.
 
-The plan (``reflections/plan.py``) applies the reflections, or, for many rows, forms Q or W first. Reflections are applied
-by the compiled core on the CPU, by the Triton kernels on a GPU where they are the fastest, and by PyTorch's operations
-elsewhere.
+A plan (``reflections/plan.py``) applies the reflections, or, for many rows, forms Q or W first. Reflections are
+applied by the compiled core on the CPU, by the Triton kernels on a GPU where they are the fastest, and by PyTorch's
+operations elsewhere.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: i
         check_rows(x, n, m)
     if sigma is not None and len(sigma) > min(n, m):
         raise ValueError(
-            f"`sigma` should have at most {min(n, m)} singular values for a weight of shape {(n, m)}; got {_shape(sigma)}"
+            f"`sigma` should have at most {min(n, m)} singular values for a weight of shape {(n, m)}; "
+            f"got {_shape(sigma)}"
         )
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"`bias` should have shape {(n,)} for a weight of shape {(n, m)}; got {_shape(bias)}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
 
@@ -140,8 +140,13 @@ def factors(module: nn.Module) -> list[nn.Parameter]:
 
 def _originals(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that PyTorch's parametrizations of a module are computed from."""
-    lists = dict(module.named_children()).get("parametrizations") if is_parametrized(module) else None
-    return [] if lists is None else list(lists.parameters())
+    return [parameter for part in _parametrizations(module) for parameter in part.parameters()]
+
+
+def _parametrizations(module: Any) -> list[nn.Module]:
+    return (
+        [part for held in module.parametrizations.values() for part in (held, *held)] if is_parametrized(module) else []
+    )
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -184,12 +189,17 @@ def _named(model: nn.Module, names: list[str]) -> set[nn.Module]:
 def _same_factors(a: nn.Module, b: nn.Module) -> bool:
     """Whether two layers have one matrix, as far as their parameters and what is made of them go."""
     return (
-        type(a) is type(b)
+        type_before_parametrizations(a) is type_before_parametrizations(b)
         and len(factors(a)) == len(factors(b))
         and all(p is q for p, q in zip(factors(a), factors(b), strict=True))
         and all(torch.equal(p, q) for p, q in zip(a.buffers(), b.buffers(), strict=True))
-        and getattr(a, "spectrum", None) == getattr(b, "spectrum", None)
+        and _spectra_of(a) == _spectra_of(b)
     )
+
+
+def _spectra_of(module: nn.Module) -> list[object]:
+    """The spectrum of a layer of fasth, or those of its parametrizations."""
+    return [getattr(part, "spectrum", None) for part in (module, *_parametrizations(module))]
 
 
 def _carry_over(module: nn.Module, new: nn.Module) -> None:

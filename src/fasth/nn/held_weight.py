@@ -1,4 +1,4 @@
-"""What a module holds as its factors: the one question that spectra, rates, penalties and conversions ask of a layer."""
+"""The weights that a module holds as their factors: all that spectra, rates and penalties ask of a layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Layers of other classes whose weights are held as SVDs by parametrizing them: attention, and more kinds of convolutions.
+"""Layers whose weights are held as SVDs by parametrizing them: attention, and more kinds of convolutions.
 
-The layer stays what it is, and its class computes the output. Its weight, which is several matrices or one of another shape,
-becomes a batch of matrices, each with its own SVD: ``fasth.parametrizations.svd``.
+The class of the layer still computes the output. Its weight, which is several matrices or one of another shape, becomes a
+batch of matrices, each with its own SVD: ``fasth.parametrizations.svd``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ByParametrization:
         return ""
 
     def to_svd(self, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[nn.Module, str]:
-        """A copy with the weights parametrized, which shares all other parameters. Reflectors are compact, ranks full."""
+        """A copy with parametrized weights, which shares all other parameters: compact reflectors, full rank."""
         layer = _copy_with_parameters(dense)
         for name, shape in self.shapes(dense).items():
             svd(layer, name, spectrum, shape=shape)
@@ -60,9 +60,14 @@ def without_parametrizations(module: Any) -> nn.Module:
     dense = _copy_with_parameters(module)
     dense.__class__ = parametrize.type_before_parametrizations(module)
     del dense.parametrizations
+    others = dict(dense.named_parameters(recurse=False))
+    for name in others:
+        delattr(dense, name)
     for name, held in module.parametrizations.items():
         trained = any(original.requires_grad for original in held.parameters())
         dense.register_parameter(name, nn.Parameter(getattr(module, name).detach().clone(), requires_grad=trained))
+    for name, parameter in others.items():  # after the weights, where PyTorch's classes have them
+        dense.register_parameter(name, parameter)
     return dense
 
 
@@ -76,7 +81,7 @@ def _as_it_is(layer: Any) -> Shapes:
 
 
 def _by_group(conv: Any) -> Shapes:
-    """One matrix for each group: that of a patch to the output's channels, or, transposed, of the input's to a patch."""
+    """One matrix for each group: from a patch to the output's channels; transposed, from the input's to a patch."""
     first, *others = conv.weight.shape
     matrix = first // conv.groups, math.prod(others)
     return {"weight": matrix if conv.groups == 1 else (conv.groups, *matrix)}
@@ -95,4 +100,7 @@ register(NonDynamicallyQuantizableLinear, ByParametrization(_as_it_is))  # the o
 register(nn.Bilinear, ByParametrization(_as_it_is))
 register("transformers.pytorch_utils.Conv1D", ByParametrization(_as_it_is))
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    register(_kind, ByParametrization(_by_group))
+    register(_kind, ByParametrization(_by_group))  # of the first two those with groups, which their SVD layers leave
+
+# For messages.
+PARAMETRIZED = ("MultiheadAttention", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Bilinear")

@@ -150,7 +150,7 @@ class Recurrent(Factored):
         return {f"weight_hh_{where}": self._svd(where) for where in self._places()}
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """Every hidden-to-hidden weight, by the name that it has in ``torch.nn``; of a net with gates a batch of them."""
+        """The hidden-to-hidden weights, by their names in ``torch.nn``; each a batch of matrices if there are gates."""
         shape = self._matrix_shape if self._gates == 1 else (self._gates, *self._matrix_shape)
         for where in self._places():
             sigma = None if self.spectrum is None else getattr(self, f"sigma_{where}")

@@ -1,4 +1,4 @@
-"""Which classes of layers ``to_svd`` can convert, and how: a new kind of layer registers itself here, in its own file."""
+"""The classes of layers that ``to_svd`` can convert. A new kind of layer registers itself, in its own file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _converters: dict[str, list[Converter]] = {}
 
 
 def register(kind: type[nn.Module] | str, converter: Converter) -> None:
-    """Adds a converter for layers of exactly this class, or of the class with this path. The first that can, converts."""
+    """Adds a converter for layers of exactly this class, or of the class with this path. The first one that can is used."""
     _converters.setdefault(kind if isinstance(kind, str) else path_of(kind), []).append(converter)
 
 
@@ -45,11 +45,6 @@ def converter_for(module: nn.Module) -> tuple[Converter | None, str]:
 
 def is_registered(kind: type[nn.Module]) -> bool:
     return path_of(kind) in _converters
-
-
-def registered_names() -> list[str]:
-    """The names of all classes that can be converted."""
-    return [path.rpartition(".")[2] for path in _converters]
 
 
 def path_of(kind: type) -> str:
