@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -277,3 +278,39 @@ def test_wrong_input() -> None:
     with pytest.raises(ValueError):
         flow.log_prob(torch.randn(2, 5))
     assert isinstance(flow.sample(), Tensor)
+
+
+ONE_CALL = {
+    "LinearSVD": (lambda: LinearSVD(6, 6, spectrum=spectrum.positive(), init="linear"), (5, 6)),
+    "full": (lambda: LinearSVD(6, 6, reflectors="full", spectrum=spectrum.between(0.5, 2)), (5, 6)),
+    "LinearSymmetric": (lambda: LinearSymmetric(6, spectrum=spectrum.positive()), (5, 6)),
+    "LinearOrthogonal": (lambda: LinearOrthogonal(6, 6), (5, 6)),
+    "Conv1dSVD": (lambda: Conv1dSVD(3, 3, 1, spectrum=spectrum.positive()), (2, 3, 7)),
+    "Conv2dSVD": (lambda: Conv2dSVD(3, 3, 1, spectrum=spectrum.positive()), (2, 3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["", "cached"])
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_forward_and_logabsdet_are_one_call_that_computes_sigma_once(name, is_cached, monkeypatch):
+    make, shape = ONE_CALL[name]
+    layer, x = perturbed(make()).double(), torch.randn(shape, dtype=torch.float64)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    expected = layer(x), layer.logabsdet(*x.shape[2:])
+    wanted = torch.autograd.grad(expected[0].sin().sum() + expected[1], parameters)
+    calls = []
+    kind = type(getattr(layer, "spectrum", None))
+    if hasattr(layer, "spectrum"):
+        evaluate = kind.__call__
+        monkeypatch.setattr(kind, "__call__", lambda self, raw: calls.append(1) or evaluate(self, raw))
+    with cached() if is_cached else contextlib.nullcontext():
+        y, logabsdet = layer.forward_and_logabsdet(x)
+        found = torch.autograd.grad(y.sin().sum() + logabsdet, parameters)
+    for actual, value in zip((y, logabsdet, *found), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(actual, value)
+    assert len(calls) == hasattr(layer, "spectrum") * (2 if is_cached else 1)  # a cached weight is formed by itself
+
+
+def test_forward_and_logabsdet_of_a_layer_without_a_determinant():
+    with pytest.raises(ValueError, match="`forward_and_logabsdet` needs a square layer; got 3 input and 4 output"):
+        LinearSVD(3, 4).forward_and_logabsdet(torch.ones(2, 3))
