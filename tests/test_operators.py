@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.matrix import has_entry
-from fasth.operators.orthogonal import FORMS, compact_from_dense, haar_compact, in_form
+from fasth.operators.orthogonal import FORMS, compact_from_dense, haar_compact
 from fasth.problems import every_other_column, from_definition, zero_rows
 
 LinAlgError = torch.linalg.LinAlgError
@@ -513,9 +513,9 @@ def test_orthogonal_from_dense(name: str, form: str, dtype: torch.dtype) -> None
 
 def test_compact_reflectors_are_small_and_above_the_diagonal(precise: torch.dtype) -> None:
     for matrix in orthogonal_matrices(precise).values():
-        V, signs = compact_from_dense(matrix)
-        assert torch.equal(V, V.triu(1)) and (V.abs() <= 1).all()
-        assert (signs.abs() == 1).all()
+        V = compact_from_dense(matrix)
+        assert torch.equal(V, V.triu()) and (V.abs() <= 1).all()
+        assert (V.diagonal(dim1=-2, dim2=-1).abs() == 1).all()
 
 
 def dense_matrices(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -596,9 +596,8 @@ def test_haar_is_uniform() -> None:
     """Mean 0 and the covariances of the Haar measure, E q_ij q_kl = δ_ik δ_jl / d, and E tr(Q)² = 1."""
     d, draws = 3, 4000
     generator = torch.Generator().manual_seed(0)
-    parts = [haar_compact(d, d, dtype=torch.float64, generator=generator) for _ in range(draws)]
-    V, signs = (torch.stack(part) for part in zip(*parts, strict=True))
-    Q = Orthogonal(V, form="compact", signs=signs).dense()
+    V = torch.stack([haar_compact(d, d, dtype=torch.float64, generator=generator) for _ in range(draws)])
+    Q = Orthogonal.of_stored(V).dense()
     entries = Q.flatten(1)
     deviation = 5 / math.sqrt(draws)
     assert entries.mean(0).abs().max() < deviation * d**-0.5
@@ -612,11 +611,11 @@ def test_haar_is_uniform() -> None:
 
 
 def test_haar_columns_are_those_of_their_reflectors() -> None:
-    V, signs = haar_compact(3, 8, dtype=torch.float64)
-    assert V.shape == (3, 8) and signs.shape == (3,) and torch.equal(V, V.triu(1)) and (V.abs() <= 1).all()
-    columns = Orthogonal(V, form="compact", signs=signs).dense()[:, :3]
-    again, same_signs = compact_from_dense(columns)
-    assert torch.equal(signs, same_signs)
+    V = haar_compact(3, 8, dtype=torch.float64)
+    assert V.shape == (3, 8) and torch.equal(V, V.triu()) and (V.abs() <= 1).all()
+    columns = Orthogonal.of_stored(V).dense()[:, :3]
+    again = compact_from_dense(columns)
+    assert torch.equal(V.diagonal(), again.diagonal()) and (V.diagonal().abs() == 1).all()
     assert_within(again, V, 1.0, 8)
 
 
@@ -808,10 +807,24 @@ def test_errors_say_what_was_expected(call: Callable[[], Any], error: type[Excep
 
 
 def test_reflectors_of_each_form_make_the_same_matrix() -> None:
-    V, signs = haar_compact(4, 6, dtype=torch.float64)
-    matrices = [Orthogonal(in_form(V, form), form=form, signs=signs).dense() for form in FORMS]
+    V = haar_compact(4, 6, dtype=torch.float64)
+    matrices = [Orthogonal.of_stored(V, form).dense() for form in FORMS]
     for matrix in matrices[1:]:
         assert_within(matrix, matrices[0], 1.0, 6)
+
+
+def test_the_diagonal_of_compact_reflectors_that_somebody_gives_is_not_used() -> None:
+    """Only ``of_stored`` takes it for signs: values, and gradients, which are zero there."""
+    V = torch.randn(4, 6, dtype=torch.float64).requires_grad_()
+    for signs in (None, torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0], dtype=torch.float64)):
+        Q = Orthogonal(V, form="compact", signs=signs)
+        written_out = Orthogonal(V.triu(1) + torch.eye(4, 6).double(), form="triangular", signs=signs)
+        for sigma in (torch.rand(3, dtype=torch.float64), torch.rand(5, dtype=torch.float64)):
+            dense, expected = (SVD(one, sigma, one).dense() for one in (Q, written_out))
+            torch.testing.assert_close(dense, expected)
+            (found,), (wanted,) = (torch.autograd.grad(W.sin().sum(), V, retain_graph=True) for W in (dense, expected))
+            torch.testing.assert_close(found, wanted)
+            assert not found.diagonal().any()
 
 
 def test_products_by_the_functions_of_torch() -> None:

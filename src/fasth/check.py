@@ -24,13 +24,13 @@ from fasth.device import environment, first_line
 from fasth.functional import householder, reflect
 from fasth.nn import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.problems import PROBLEMS, Comparison, Problem, compare_all, from_definition, with_gradients
+from fasth.reflections.plan import FORMS
 from fasth.twins import definition_linear, orthogonality, perturbed
 
 Comparisons = dict[str, Comparison]  # of the value, and of each gradient
 Record = dict[str, Any]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-FORMS = ("full", "triangular", "compact")
 
 # Rows by d. For 400 rows of 64 entries the weight is formed. The definition takes a step for each reflection: at the
 # large sizes few rows, and not every kind of layer.

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Spectrum", "around", "between", "free", "normalized", "positive"]
+from fasth.reflections.plan import DTYPES
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+__all__ = ["Spectrum", "around", "between", "free", "normalized", "positive"]
 
 
 class Spectrum(ABC):
@@ -123,7 +123,7 @@ class _Between(Spectrum):
     bounds: dict[torch.dtype, tuple[float, float, float] | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bounds", {dtype: _inside(self.low, self.high, dtype) for dtype in _DTYPES})
+        object.__setattr__(self, "bounds", {dtype: _inside(self.low, self.high, dtype) for dtype in DTYPES})
 
     def __call__(self, raw: Tensor) -> Tensor:
         low, high, half, center = self._of(raw)

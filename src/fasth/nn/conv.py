@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth import spectrum as spectra
 from fasth.functional import check_tensor, svd_thin
 from fasth.nn.factored import Factors, at_least_one
 from fasth.nn.factors import DEFAULT_INIT, SVDFactors
 from fasth.operators.svd import log_abs_product
+from fasth.spectrum import Spectrum
 
 Self = TypeVar("Self", bound="_ConvSVD")
 
@@ -40,7 +40,7 @@ class _ConvSVD(SVDFactors):
         dtype: torch.dtype | None = None,
         *,
         reflectors: str = "compact",
-        spectrum: spectra.Spectrum | None = None,
+        spectrum: Spectrum | None = None,
         init: str = DEFAULT_INIT,
         rank: int | None = None,
     ) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth import spectrum as spectra
 from fasth.functional import svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of, relative_change
 from fasth.nn.held_weight import HeldWeight
@@ -18,6 +17,7 @@ from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact, with_diagonal
 from fasth.reflections.autograd import diagonal_signs, signs_of
 from fasth.reflections.blocked import expand_compact
+from fasth.spectrum import Spectrum, free
 
 REFLECTORS = ("compact", "full")
 INITS = ("haar", "identity")
@@ -55,7 +55,7 @@ class SVDFactors(Factored):
         m: int,
         rank: int | None,
         form: str,
-        spectrum: spectra.Spectrum | None,
+        spectrum: Spectrum | None,
         init: str,
         device: Any,
         dtype: Any,
@@ -110,7 +110,7 @@ class SVDFactors(Factored):
         return self.reflectors, sigma, None
 
     @classmethod
-    def _convert(cls, dense: Any, spectrum: spectra.Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
+    def _convert(cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
         """The layer with the weight of a dense one, of its rank or a lower one."""
         own = min(dense.weight.flatten(1).shape)
         r = own if rank is None else min(rank, own)
@@ -175,10 +175,10 @@ def _thin_names(form: str) -> tuple[str, str]:
     return ("U", "V") if form == "full" else ("reflectors_U", "reflectors_V")
 
 
-def spectrum_or_free(spectrum: spectra.Spectrum | None) -> spectra.Spectrum:
+def spectrum_or_free(spectrum: Spectrum | None) -> Spectrum:
     if spectrum is None:
-        return spectra.free()
-    if not isinstance(spectrum, spectra.Spectrum):
+        return free()
+    if not isinstance(spectrum, Spectrum):
         raise TypeError(f"`spectrum` should be one of fasth.spectrum, such as positive(); got {spectrum!r}")
     return spectrum
 

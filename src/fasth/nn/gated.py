@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasth import spectrum as spectra
 from fasth.nn.factors import spectrum_or_free
 from fasth.nn.recurrent import Recurrent
+from fasth.spectrum import Spectrum
 
 _DEFAULTS = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
 
@@ -51,7 +51,7 @@ class LSTMSVD(Recurrent, converts=nn.LSTM):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        spectrum: spectra.Spectrum | None = None,
+        spectrum: Spectrum | None = None,
         init: str = "haar",
     ) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class LSTMSVD(Recurrent, converts=nn.LSTM):
         return {"hx[0]": self.proj_size or self.hidden_size, "hx[1]": self.hidden_size}
 
     @classmethod
-    def from_lstm(cls, lstm: nn.LSTM, *, spectrum: spectra.Spectrum | None = None) -> LSTMSVD:
+    def from_lstm(cls, lstm: nn.LSTM, *, spectrum: Spectrum | None = None) -> LSTMSVD:
         """The layer with the weights, biases, dtype, device and mode of an ``nn.LSTM``, as ``RNNSVD.from_rnn``."""
         return cls._from_dense(lstm, spectrum=spectrum)
 
@@ -108,7 +108,7 @@ class GRUSVD(Recurrent, converts=nn.GRU):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        spectrum: spectra.Spectrum | None = None,
+        spectrum: Spectrum | None = None,
         init: str = "haar",
     ) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class GRUSVD(Recurrent, converts=nn.GRU):
         return self._by_kernel(torch.gru, input, hx, batch_sizes)
 
     @classmethod
-    def from_gru(cls, gru: nn.GRU, *, spectrum: spectra.Spectrum | None = None) -> GRUSVD:
+    def from_gru(cls, gru: nn.GRU, *, spectrum: Spectrum | None = None) -> GRUSVD:
         """The layer with the weights, biases, dtype, device and mode of an ``nn.GRU``, as ``RNNSVD.from_rnn``."""
         return cls._from_dense(gru, spectrum=spectrum)
 

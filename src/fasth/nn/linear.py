@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled, check_tensor, svd_dense, svd_linear, svd_thin
 from fasth.nn.cache import state
 from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of, relative_change
@@ -27,6 +26,7 @@ from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.orthogonal import compact_from_dense, haar_compact
 from fasth.operators.svd import log_abs_product
 from fasth.reflections.autograd import diagonal_signs, signs_of
+from fasth.spectrum import Spectrum
 
 Self = TypeVar("Self", bound="_Linear")
 
@@ -37,6 +37,7 @@ class _Linear(Factored):
     in_features: int
     out_features: int
     form: str
+    _sigma: Callable[[], Tensor]  # the singular values, or the eigenvalues: (k,)
 
     def _add_features(self, in_features: int, out_features: int) -> None:
         at_least_one(in_features=in_features, out_features=out_features)
@@ -72,10 +73,6 @@ class _Linear(Factored):
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
         """x Wᵀ + bias from the factors."""
-        raise NotImplementedError
-
-    def _sigma(self) -> Tensor:
-        """σ, or the eigenvalues: (k,)."""
         raise NotImplementedError
 
     def _inverse(self) -> SVD | Orthogonal:
@@ -176,7 +173,7 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         reflectors: str = "compact",
-        spectrum: spectra.Spectrum | None = None,
+        spectrum: Spectrum | None = None,
         init: str = DEFAULT_INIT,
         rank: int | None = None,
     ) -> None:
@@ -256,7 +253,7 @@ class LinearSymmetric(_Linear):
         dtype: torch.dtype | None = None,
         *,
         reflectors: str = "compact",
-        spectrum: spectra.Spectrum | None = None,
+        spectrum: Spectrum | None = None,
         init: str = "haar",
     ) -> None:
         super().__init__()
@@ -283,6 +280,7 @@ class LinearSymmetric(_Linear):
         return {"reflectors": U, "sigma": self.spectrum.inverse(sigma)}
 
     def _sigma(self) -> Tensor:
+        """The eigenvalues: (features,)."""
         return self.spectrum(self.sigma)
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
@@ -392,6 +390,7 @@ class LinearOrthogonal(_Linear):
         return one_side(self.reflectors, signs, self.out_features < self.in_features)
 
     def _sigma(self) -> Tensor:
+        """The singular values, all 1: (k,)."""
         return self.reflectors.new_ones(len(self.reflectors))
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:

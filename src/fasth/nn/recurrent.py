@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled, check_tensor, svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of
 from fasth.nn.factors import INITS, one_side, spectrum_or_free
@@ -19,6 +18,7 @@ from fasth.nn.init import rotations
 from fasth.nn.linear import LinearOrthogonal, LinearSVD
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import compact_from_dense
+from fasth.spectrum import Spectrum
 
 Self = TypeVar("Self", bound="Recurrent")
 
@@ -46,10 +46,10 @@ class Recurrent(Factored):
     batch_first: bool
     dropout: float
     bidirectional: bool
-    spectrum: spectra.Spectrum | None  # None: the weights are orthogonal
+    spectrum: Spectrum | None  # None: the weights are orthogonal
 
     def _add_parameters(
-        self, dense: nn.RNNBase, spectrum: spectra.Spectrum | None, init: str, device: Any, dtype: torch.dtype | None
+        self, dense: nn.RNNBase, spectrum: Spectrum | None, init: str, device: Any, dtype: torch.dtype | None
     ) -> None:
         """Those of ``dense``, which has checked the options, and knows the names and shapes of its parameters."""
         check_dtype(dtype)
@@ -324,7 +324,7 @@ class Recurrent(Factored):
         return tuple(name for name, _ in dense.named_parameters(remove_duplicate=False) if name.startswith("weight_hh"))
 
     @classmethod
-    def _convert(cls, dense: Any, spectrum: spectra.Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
+    def _convert(cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
         return cls._from_dense(dense, spectrum=spectrum), ""
 
     @classmethod

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth import spectrum as spectra
 from fasth.functional import autocast_enabled
 from fasth.nn.factored import one_of
 from fasth.nn.recurrence import NONLINEARITIES, Times, last_states, recurrence
 from fasth.nn.recurrent import Recurrent
 from fasth.reflections.plan import CORE, backend_for
+from fasth.spectrum import Spectrum, around, free
 
 EPS = 0.01
 
@@ -78,7 +78,7 @@ class RNNSVD(Recurrent, converts=nn.RNN):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        spectrum: spectra.Spectrum | None = None,
+        spectrum: Spectrum | None = None,
         eps: float = EPS,
         init: str = "henaff",
     ) -> None:
@@ -89,7 +89,7 @@ class RNNSVD(Recurrent, converts=nn.RNN):
         if eps < 0:
             raise ValueError(f"`eps` should be at least 0; got {eps}")
         if spectrum is None and eps > 0:
-            spectrum = spectra.around(1, eps)
+            spectrum = around(1, eps)
         self._add_parameters(dense, spectrum, init, device, dtype)
         self.nonlinearity = nonlinearity
         for where in self._places() if nonlinearity == "modrelu" else ():
@@ -146,14 +146,14 @@ class RNNSVD(Recurrent, converts=nn.RNN):
         return recurrence(given, W_hh, h0, getattr(self, f"bias_modrelu_{where}", None), self.nonlinearity, times)
 
     @classmethod
-    def from_rnn(cls, rnn: nn.RNN, *, spectrum: spectra.Spectrum | None = None) -> RNNSVD:
+    def from_rnn(cls, rnn: nn.RNN, *, spectrum: Spectrum | None = None) -> RNNSVD:
         """The layer with the weights, biases, dtype, device and mode of an ``nn.RNN``. They share no memory.
 
         Unlike in the constructor the default spectrum is ``free()``, with which it computes the same to rounding. Any
         other replaces singular values that it does not have by the nearest ones that it has. One SVD of each hidden-to-
         hidden weight: O(hidden³). Draws no random numbers.
         """
-        return cls._from_dense(rnn, spectrum=spectra.free() if spectrum is None else spectrum)
+        return cls._from_dense(rnn, spectrum=free() if spectrum is None else spectrum)
 
     def to_rnn(self) -> nn.RNN:
         """An ``nn.RNN`` with this layer's weights, biases, dtype, device and mode. They share no memory."""

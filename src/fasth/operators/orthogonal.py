@@ -39,8 +39,8 @@ class Orthogonal(Matrix):
             raise ValueError(f"`V` should have shape (r, d) or (*b, r, d), one reflector a row; got {tuple(V.shape)}")
         if signs is not None:
             _check_signs(signs, V)
-        if form == "compact":  # what stands on the diagonal is not used; ones stand for no signs
-            V = with_diagonal(V, V.new_ones(min(V.shape[-2:])))
+        if form == "compact":
+            V = expand_compact(V)  # with ones on the diagonal, which stand for no signs
         self.V, self.form, self.signs, self.transposed = V, form, signs, False
 
     @classmethod
