@@ -42,7 +42,7 @@ def param_groups(
     weight_decay: float = 0.0,
     optimizer: OptimizerClass = torch.optim.AdamW,
 ) -> list[dict[str, Any]]:
-    """Parameters for an optimizer, in groups with rates at which W = U diag(σ) Vᵀ moves about as far as a dense W at lr.
+    """Parameters for an optimizer, with rates at which W = U diag(σ) Vᵀ moves about as far as a dense W does at lr.
 
     **Rates.** Adam and its kin move every number by about lr. A dense W: (n, m) then moves by a matrix with entries
     ±lr: its norm is lr·√(n·m), and its spectral norm about lr·(√n + √m) where the signs are random. One rate for all
@@ -84,14 +84,14 @@ def param_groups(
     _check(model, lr, weight_decay, optimizer)
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     rule = None if lr is None else _Rule(follows_gradient=_is_a(optimizer, _STEP_FOLLOWS_GRADIENT))
-    for parameter, (kind, factor) in _roles(model, rule).items():
-        decay = weight_decay if _is_a(optimizer, _DECAY_IS_GRADIENT) else weight_decay / factor
+    for parameter, (kind, multiple) in _roles(model, rule).items():
+        decay = weight_decay if _is_a(optimizer, _DECAY_IS_GRADIENT) else weight_decay / multiple
         group: dict[str, Any] = {"params": [], "name": kind, "weight_decay": 0.0}
         if kind in (SIGMA, DENSE):
             group["weight_decay"] = float(decay)
         if lr is not None:
-            group["lr"] = float(lr * factor)
-        groups.setdefault((kind, factor), group)["params"].append(parameter)
+            group["lr"] = float(lr * multiple)
+        groups.setdefault((kind, multiple), group)["params"].append(parameter)
     return sorted(groups.values(), key=lambda group: KINDS.index(group["name"]))
 
 
@@ -99,7 +99,7 @@ class _Role(NamedTuple):
     """The purpose of a parameter, and by how much its rate is larger than that of a dense weight."""
 
     kind: str
-    factor: float = 1.0
+    multiple: float = 1.0
 
 
 class _Rule(NamedTuple):
@@ -109,13 +109,12 @@ class _Rule(NamedTuple):
 
     def sigma(self, held: HeldWeight) -> float:
         n, m = held.shape[-2:]
-        factor, slope = (math.sqrt(n) + math.sqrt(m)) / 2, _slope(held.spectrum or free())
-        factor *= held.rates[0]
-        return factor / slope**2 if self.follows_gradient else factor / slope * _thinness(held)
+        multiple, slope = held.rates[0] * (math.sqrt(n) + math.sqrt(m)) / 2, _slope(held.spectrum or free())
+        return multiple / slope**2 if self.follows_gradient else multiple / slope * _thinness(held)
 
     def reflectors(self, held: HeldWeight) -> float:
-        factor = math.sqrt(0.5) if held.form == "full" else 1.0
-        return held.rates[1] * (0.3 * factor**2 if self.follows_gradient else factor * _thinness(held))
+        multiple = math.sqrt(0.5) if held.form == "full" else 1.0
+        return held.rates[1] * (0.3 * multiple**2 if self.follows_gradient else multiple * _thinness(held))
 
 
 def _thinness(held: HeldWeight) -> float:
@@ -124,7 +123,7 @@ def _thinness(held: HeldWeight) -> float:
 
 
 def _roles(model: nn.Module, rule: _Rule | None) -> dict[nn.Parameter, _Role]:
-    """Without a rule all factors are 1."""
+    """Without a rule all rates are those of a dense weight."""
     roles: dict[nn.Parameter, _Role] = {}
     for module in model.modules():
         held = _roles_of_factors(module, rule)

@@ -111,3 +111,12 @@ def take_over_load_hooks(copy: nn.Module) -> None:
         (key, type(hook)(hook.hook, copy) if getattr(hook, "with_module", False) else hook)
         for key, hook in hooks.items()
     )
+
+
+def without_last_values(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a ``torch.distributions`` transform for a copy, without the last argument and result that it caches.
+
+    These are results of a graph, which cannot be copied. Without this name a transform with a cache could not be copied
+    or saved after its first use.
+    """
+    return state | {"_cached_x_y": (None, None)} if "_cached_x_y" in state else state

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions.transforms import Transform
 
+from fasth import private
 from fasth.flows.layer import event_shape, invertible, logabsdet, of_any_batch
 
 __all__ = ["SVDTransform"]
@@ -39,11 +40,12 @@ class SVDTransform(Transform, nn.Module):
 
     def __init__(self, layer: nn.Module, cache_size: int = 0) -> None:
         super().__init__(cache_size=cache_size)
+        self.cache_size = cache_size
         self.layer: Any = invertible(layer)
         self.domain = self.codomain = constraints.independent(constraints.real, len(event_shape(layer)))
 
     def with_cache(self, cache_size: int = 1) -> SVDTransform:
-        return self if cache_size == self._cache_size else SVDTransform(self.layer, cache_size)
+        return self if cache_size == self.cache_size else SVDTransform(self.layer, cache_size)
 
     def _call(self, x: Tensor) -> Tensor:
         return of_any_batch(self.layer, self.layer, x)
@@ -60,5 +62,4 @@ class SVDTransform(Transform, nn.Module):
     __repr__ = nn.Module.__repr__
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return state | {"_cached_x_y": (None, None)} if self._cache_size else state
+        return private.without_last_values(super().__getstate__())
