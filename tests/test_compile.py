@@ -15,8 +15,7 @@ from fasth import spectrum
 from fasth.functional import householder, svd_linear
 from fasth.problems import with_gradients
 from fasth.reflections import core
-from fasth.reflections.plan import SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z
-from fasth.reflections.plan import COMPACT, FULL, SIGNED, TRIANGULAR
+from fasth.reflections.plan import COMPACT, FULL, SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z, TRIANGULAR
 
 has_core = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
 
@@ -43,9 +42,9 @@ def detached(*arguments: object) -> tuple:
 
 LEVELS = [SAVE_NOTHING, SAVE_T, SAVE_Z, SAVE_A]
 WEIGHTS = {
-    "shared": lambda dtype: (drawn(40, 70, dtype=dtype), drawn(40, dtype=dtype), None, drawn(40, dtype=dtype), SIGNED),
+    "shared": lambda dtype: (drawn(40, 70, dtype=dtype), drawn(40, dtype=dtype), None, drawn(40, dtype=dtype), COMPACT),
     "full": lambda dtype: (drawn(40, 40, dtype=dtype), drawn(30, dtype=dtype), drawn(71, 70, dtype=dtype), None, FULL),
-    "one side": lambda dtype: (drawn(0, 40, dtype=dtype), None, drawn(40, 70, dtype=dtype), None, SIGNED),
+    "one side": lambda dtype: (drawn(0, 40, dtype=dtype), None, drawn(40, 70, dtype=dtype), None, COMPACT),
 }
 
 
@@ -311,8 +310,8 @@ def test_under_autocast():
 
 def test_a_function_of_factors():
     U, sigma, bias, x = drawn(8, 12), drawn(8), drawn(8), drawn(3, 12)
-    compiled = torch.compile(lambda x, U, s, b: svd_linear(x, U, s, bias=b, form="signed"), fullgraph=True)
-    actual, expected = compiled(x, U, sigma, bias), svd_linear(x, U, sigma, bias=bias, form="signed")
+    compiled = torch.compile(lambda x, U, s, b: svd_linear(x, U, s, bias=b, form="compact"), fullgraph=True)
+    actual, expected = compiled(x, U, sigma, bias), svd_linear(x, U, sigma, bias=bias, form="compact")
     torch.testing.assert_close(actual, expected)
     for found in zip(*(torch.autograd.grad(out.sum(), (x, U, sigma, bias)) for out in (actual, expected)), strict=True):
         torch.testing.assert_close(*found)

@@ -170,7 +170,7 @@ def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
 
     def form() -> object:
-        return torch.autograd.grad(functional._first_rows(V, d, "triangular", k), V, eye)
+        return torch.autograd.grad(functional.first_rows_of(V, d, "triangular", k), V, eye)
 
     W = V.detach().clone().requires_grad_()
     calls = {

@@ -156,14 +156,17 @@ def _householder_backward_in_blocks(
     after = rows if output is None else output.reshape(rows.shape)
     options = plan.transpose, plan.form != FULL, plan.block_size
     with ieee_products(g):
-        dx, dV = blocked.gradients(rows, after, reflectors, *options, *needs, saved)
+        dx, dV = blocked.gradients(rows, after, reflectors, *options, needs[0], needs[1], saved)
     if dV is not None:
         dV = dV.reshape(V.shape)
         dV = with_sign_guard(dV.triu(1), V) if plan.form == COMPACT else dV
     return None if dx is None else dx.reshape(g.shape), dV
 
 
-_BLOCKED = {"householder": _householder_in_blocks, "householder_backward": _householder_backward_in_blocks}
+_BLOCKED: dict[str, Callable[..., Any]] = {
+    "householder": _householder_in_blocks,
+    "householder_backward": _householder_backward_in_blocks,
+}
 
 
 def compose(x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int) -> Tensor:

@@ -1,14 +1,14 @@
 """The backends as operators of PyTorch, ``torch.ops.fasth``, for the graphs of ``torch.compile``.
 
-There is one pair of operators for products of reflections, one for U Σ Vᵀ and one for recurrences, each with a kernel for
-the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator takes the entries of a plan one by one and
-gives a list of tensors; the functions here have the signatures of the backends themselves. The Triton kernels allocate by
-shapes alone, read no value back and do not synchronize, so CUDA graphs can record them.
+There is one pair of operators for products of reflections, one for U Σ Vᵀ and one for recurrences, each with a kernel
+for the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator takes the entries of a plan one by one
+and gives a list of tensors; the functions here have the signatures of the backends themselves. The Triton kernels
+allocate by shapes alone, read no value back and do not synchronize, so CUDA graphs can record them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ class _Kernels:
         V = U if plan.symmetric else V
         return _given(self._call("svd_linear_backward", g, output, U, sigma, V, saved, needs, plan))
 
-    def recurrence(self, *arguments: Any) -> Tensor:
+    def recurrence(self, *arguments: Any) -> Any:
         return self._call("recurrence", *arguments)
 
     def recurrence_backward(self, *arguments: Any) -> list[Tensor]:
@@ -238,7 +238,7 @@ def _recurrence_backward_fake(
     return [dx, *([dh0] if needs_h0 else []), *([g.new_empty(len(W))] if needs_bias else [])]
 
 
-_SCHEMAS = {
+_SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     "householder": (f"(Tensor x, Tensor V, {_PLAN}) -> Tensor[]", _householder_fake),
     "householder_backward": (
         f"(Tensor g, Tensor? output, Tensor V, Tensor[] saved, bool[] needs, {_PLAN}) -> Tensor[]",

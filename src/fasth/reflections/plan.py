@@ -1,7 +1,7 @@
 """How one call is computed, decided once: the backend, apply or form, the block size, and what is saved for backward.
 
-Nothing else asks these questions. What ``fasth.tune`` found on this machine comes first, where it was asked, then a rule.
-A compiled graph should not depend on a file: under ``torch.compile`` it is always the rule.
+Nothing else asks these questions. What ``fasth.tune`` found on this machine decides, where it was asked, and a rule
+elsewhere. A compiled graph should not depend on a file: under ``torch.compile`` it is always the rule.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ WIDEST_BLOCK = 256  # on other devices than the CPU: see ``block_size_by_rule``
 MOST_SAVED_ROWS = 8 << 20  # bytes of A, above which reading it from memory takes longer than computing it again
 ALWAYS_SAVED = 1 << 18  # numbers that a weight may save whatever its size
 
-# On a GPU, until a measurement replaces them (``fasth tune --device cuda``). The time of the kernels grows with the rows
-# times their length, that of blocks hardly does: estimated from the published peaks of three GPUs, they meet near this
-# many numbers. Forming Q applies the reflections to as many rows as Q has, and products follow: it pays from three times
-# as many rows on.
+# On a GPU, until a measurement replaces them (``fasth tune --device cuda``). The time of the kernels grows with the
+# numbers of x, that of blocks hardly does: estimated from the published peaks of three GPUs, they meet near this many.
+# Forming Q applies the reflections to as many rows as Q has, and products follow: it pays from three times as many on.
 KERNEL_NUMBERS = 1 << 18
 FORMING_ROWS = 3
 
@@ -230,9 +229,9 @@ def forget_plans() -> None:
 def backend_for(*tensors: Tensor | None) -> str:
     """The backend that takes all of these tensors, COMPOSED while a transform or an export is active.
 
-    The core takes unwrapped float32 and float64 CPU tensors, the kernels unwrapped float32, bfloat16 and float16 tensors
-    of a CUDA or HIP device. Under ``torch.compile`` both are called by operators, but not in an exported program, which
-    should run without fasth.
+    The core takes unwrapped float32 and float64 CPU tensors, the kernels unwrapped float32, bfloat16 and float16
+    tensors of a CUDA or HIP device. Under ``torch.compile`` both are called by operators, but not in an exported
+    program, which should run without fasth.
     """
     if is_compiling():
         if private.is_exporting() or private.transform_active():
@@ -402,8 +401,8 @@ def saved_size(
 ) -> int:
     """How many numbers the core's saved tensor has: SavedTensor in native/calls.hpp.
 
-    ``blocks`` are those of each product of reflections; ``inner`` and ``output`` the sizes of x Q_V and of the output, as
-    far as they are saved.
+    ``blocks``: how many each product of reflections has. ``inner`` and ``output``: the sizes of x Q_V and of the
+    output, as far as they are saved.
     """
     steps = sum(max(count - 1, 0) for count in blocks)
     T, Z, A = sizes_of_saved(rows, d, sum(blocks), steps, block_size)

@@ -17,6 +17,7 @@ import torch
 from fasth import files
 
 _VERSION = 1
+_TEXTS = ("machine", "core", "device", "dtype")
 _LARGEST = 1 << 40  # of any number in the file: what is larger was not measured
 
 
@@ -42,10 +43,9 @@ class Entry:
 
     def check(self) -> Entry:
         for name, value in asdict(self).items():
-            expected, least = (
-                (str, 0) if name in ("machine", "core", "device", "dtype") else (int, name != "kernel_rows")
-            )
-            if type(value) is not expected or (expected is int and not least <= value <= _LARGEST):
+            least = 0 if name == "kernel_rows" else 1
+            valid = type(value) is str if name in _TEXTS else type(value) is int and least <= value <= _LARGEST
+            if not valid:
                 raise ValueError(f"`{name}` is {value!r}")
         if self.block_size > self.d:
             raise ValueError(f"`block_size` is {self.block_size} for d = {self.d}")
