@@ -198,7 +198,8 @@ def _svd_linear_fake(
     if plan.backend == TRITON:
         inner = x.new_empty((rows, m), dtype=torch.float32)
         copy = [x.new_empty((1, rows, n), dtype=torch.float32)] if plan.copy_output else []
-        return [out, inner, *copy, *_factors_saved(V_side, plan.form), *_factors_saved(U_side, plan.form)]
+        sides = (V_side,) if plan.symmetric else (V_side, U_side)
+        return [out, inner, *copy, *(t for side in sides for t in _factors_saved(side, plan.form))]
     k = plan.block_size
     blocks = [number_of_blocks(r_V, m, plan.form, k), number_of_blocks(r_U, n, plan.form, k)]
     sizes = {"inner": rows * m, "output": rows * n if plan.copy_output else 0}

@@ -239,7 +239,7 @@ def backend_for(*tensors: Tensor | None) -> str:
         return _backend_in_graph([t for t in tensors if t is not None])
     if private.functorch_active() or private.forward_level() >= 0:
         return COMPOSED
-    if private.dispatch_modes() or is_tracing():  # what the core or a kernel does would be missing from the trace
+    if is_tracing() or (private.dispatch_modes() and not _counting):  # traces would lack what the core or a kernel does
         return TORCH
     module = compiled._core
     if isinstance(module, ModuleType):
