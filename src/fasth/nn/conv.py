@@ -107,11 +107,8 @@ class _ConvSVD(SVDFactors):
                 sides += [int(self.padding[i])] * 2
         return sides
 
-    @property
-    def weight(self) -> Tensor:
-        """The kernel: (out, in, *kernel_size), dense and differentiable. To change it, use ``set_weight_``."""
-        cached = None if self._is_thin else self._cached_weight()
-        return self._kernel() if cached is None else cached
+    def _weight(self) -> Tensor:
+        return self._kernel()
 
     def _kernel(self, sigma: Tensor | None = None) -> Tensor:
         return self._matrix(sigma).reshape(self._kernel_shape())
