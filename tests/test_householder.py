@@ -247,3 +247,14 @@ def test_any_shape_stride_scale_and_dtype(data, device):
 def test_problems_of_different_names_have_different_numbers():
     drawn = {Problem(problem.name, (2, 3), (2, 3)).draw(torch.float64, "cpu")[0][0, 0].item() for problem in PROBLEMS}
     assert len(drawn) == len(PROBLEMS)
+
+
+def test_second_derivatives_with_frozen_reflectors(path, device):
+    """As in a gradient penalty through a network whose weights are not trained."""
+    x, V = Problem("", (5, 9), (9, 9)).draw(torch.float64, device)
+    V = V.detach()
+    found, expected = [], []
+    for multiply, results in ((householder, found), (from_definition, expected)):
+        (dx,) = torch.autograd.grad(multiply(x, V).pow(3).sum(), x, create_graph=True)
+        results += torch.autograd.grad(dx.pow(2).sum(), x)
+    torch.testing.assert_close(found, expected)

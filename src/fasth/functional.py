@@ -21,6 +21,7 @@ from fasth.reflections.plan import (
     DTYPES,
     FORMS,
     FULL,
+    TORCH,
     TRIANGULAR,
     TRITON,
     Plan,
@@ -214,6 +215,9 @@ def run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
         _check_tensors(x, V)  # the others take tensors of one dtype only
     if plan.backend == COMPOSED:
         return compose(x, V, plan.form, plan.transpose, plan.block_size)
+    if plan.backend == TORCH and V.ndim == 2:
+        # Reshaped out here, since a view that a custom Function returns cannot be changed in place.
+        return Householder.apply(x.reshape(1, -1, x.shape[-1]), V, plan).reshape(x.shape)
     return Householder.apply(x, V, plan)
 
 
