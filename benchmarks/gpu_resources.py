@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasth import files
+from fasth import _files
 from fasth.reflections.plan import COMPACT, FORMS, SAVE_T, TRITON, Plan
 
 FILE = Path(__file__).parent / "gpu" / "resources.md"
@@ -245,7 +245,7 @@ def main() -> int:
     text = f"{table(found)} By `make gpu-resources`, with Triton {triton.__version__}; nothing was run."
     print(text)
     if options.write:
-        files.write(FILE, text + "\n")
+        _files.write(FILE, text + "\n")
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tables import machine, tables
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.study import experiments, runner
 from fasth.reproduce.study import tables as study_tables
 from fasth.reproduce.tables import counts, headlines, markdown
@@ -74,7 +74,7 @@ def update(page: Path, blocks: dict[str, str], check: bool) -> int:
         print(f"{page} does not show what was measured last; `make readme` puts that right", file=sys.stderr)
         return 1
     if new != old:
-        files.write(page, new)
+        _files.write(page, new)
     return 0
 
 

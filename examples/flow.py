@@ -28,13 +28,13 @@ from rich.console import Console
 from torch import Generator
 
 import fasth
-from fasth import files
-from fasth.environment import describe
+from fasth import _files
 from fasth.reproduce.pool import in_parallel
 from fasth.reproduce.results import Results, show
 from fasth.reproduce.study import data
 from fasth.reproduce.tables import Table, markdown
-from fasth.timing import compare
+from fasth.tools.environment import describe
+from fasth.tools.timing import compare
 
 HERE = Path(__file__).parents[1]
 
@@ -282,7 +282,7 @@ def report(results: Results, wanted: Sequence[Run], grid: Grid, options: argpars
     made = (
         f"{machine['cpu']}, {machine['threads']} threads, torch {torch.__version__}. Times are medians, taken in turns."
     )
-    files.write(folder / "tables.md", "\n\n".join([*map(markdown, found), made]) + "\n")
+    _files.write(folder / "tables.md", "\n\n".join([*map(markdown, found), made]) + "\n")
     draw_curves(winners, folder / "curves.png")
     if "images" in winners:
         draw_samples(winners["images"], folder / "samples", folder / "samples.png")

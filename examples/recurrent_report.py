@@ -19,11 +19,11 @@ from rich.console import Console
 from torch import Generator
 
 import fasth
-from fasth import files
-from fasth.environment import describe
+from fasth import _files
 from fasth.reproduce.results import show
 from fasth.reproduce.tables import Table, markdown
-from fasth.timing import compare
+from fasth.tools.environment import describe
+from fasth.tools.timing import compare
 
 Runs = dict[str, dict[str, list[Record]]]  # by task and method
 
@@ -48,7 +48,7 @@ def report(records: Sequence[Record], folder: Path, rounds: int, console: Consol
         f"{machine['cpu']}, {machine['threads']} threads, torch {torch.__version__}; images: {records[0]['data']}. "
         "A step's time is the median of single calls, taken in turns."
     )
-    files.write(folder / "tables.md", "\n\n".join([*map(markdown, tables), made]) + "\n")
+    _files.write(folder / "tables.md", "\n\n".join([*map(markdown, tables), made]) + "\n")
     for against in ("steps", "seconds"):
         draw_curves(runs, costs if against == "seconds" else None, folder / f"curves-{against}.png")
     draw_gradients(folder / "gradients.png", console)

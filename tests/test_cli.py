@@ -11,8 +11,8 @@ import torch
 from processes import python
 
 import fasth
-from fasth.cli import main
 from fasth.reflections import core
+from fasth.tools.cli import main
 
 KERNELS = importlib.util.find_spec("triton") is not None
 needs_core = pytest.mark.skipif(not core.available_levels(), reason="no compiled core was built")

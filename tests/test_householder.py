@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fasth import householder
 from fasth.functional import reflect
-from fasth.problems import (
+from fasth.reflections import planner
+from fasth.tools.problems import (
     DIRECTIONS,
     PROBLEMS,
     Problem,
@@ -19,7 +20,6 @@ from fasth.problems import (
     gradient_of,
     with_gradients,
 )
-from fasth.reflections import plan
 
 by_name = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 pytestmark = pytest.mark.usefixtures("path")
@@ -152,8 +152,8 @@ def saved_bytes(function) -> int:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_saves_at_most_twice_the_memory_of_its_inputs_and_the_output(rows, r, d, direction, stored, device):
     x, V = Problem("", (rows, d), (r, d)).draw(stored, device)
-    scales = 4 * (2 * plan.padded(r) + 16)  # of r reflectors in blocks that are padded, and a flag
-    output = plan.padded(x.numel()) * x.itemsize
+    scales = 4 * (2 * planner.padded(r) + 16)  # of r reflectors in blocks that are padded, and a flag
+    output = planner.padded(x.numel()) * x.itemsize
     assert saved_bytes(lambda: householder(x, V, **direction)) <= 2 * (x.nbytes + V.nbytes) + output + scales
 
 
@@ -175,16 +175,16 @@ def test_gradients_are_the_same_whatever_was_saved(
 ):
     x, V = Problem("", (rows, d), (r, d)).draw(precise, device)
     expected = with_gradients(from_definition, x, V, **direction)
-    monkeypatch.setattr(plan, "_level", lambda *_: level)
+    monkeypatch.setattr(planner, "_level", lambda *_: level)
     actual = with_gradients(householder, x, V, block_size=24, **direction)
     assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
 
 
 def test_the_rows_after_every_block_are_saved_of_as_many_rows_as_a_block_has(device):
     for d in (64, 256, 1024):
-        for rows, level in ((32, plan.SAVE_A), (48, plan.SAVE_Z)):
+        for rows, level in ((32, planner.SAVE_A), (48, planner.SAVE_Z)):
             x, V = torch.randn(rows, d, device=device), torch.randn(d, d, device=device, requires_grad=True)
-            found = plan.plan_householder(x, V, plan.FULL)
+            found = planner.plan_householder(x, V, planner.FULL)
             assert (found.block_size, found.save) == (32, level)
 
 

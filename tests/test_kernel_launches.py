@@ -13,8 +13,9 @@ from torch import Tensor
 import fasth
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.functional import FORMS, reflect
-from fasth.reflections import plan, precision
-from fasth.reflections.plan import COMPACT, FULL, TORCH, TRITON, backend_for, counting_kernels
+from fasth.reflections import planner, precision
+from fasth.reflections.plan import COMPACT, FULL, TORCH, TRITON
+from fasth.reflections.planner import backend_for, counting_kernels
 from fasth.reproduce.counts import observed
 
 SIZES = [64, 100, 768, 1024, 2048]
@@ -122,7 +123,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
 sys.modules["triton"] = None
 import torch, fasth
-from fasth.reflections.plan import backend_for, kernels_setting
+from fasth.reflections.planner import backend_for, kernels_setting
 print(kernels_setting(), backend_for(torch.ones(1)), fasth.LinearSVD(3, 3)(torch.ones(2, 3)).shape)
 """
     assert script(code).startswith("not installed core") or not fasth.reflections.core.available_levels()
@@ -157,11 +158,11 @@ def test_kernels_that_cannot_be_launched_leave_the_work_to_pytorch(monkeypatch: 
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(launch, "factored", fails)
-    plan._can_launch.cache_clear()
+    planner._can_launch.cache_clear()
     with pytest.warns(RuntimeWarning, match="PyTorch's products are used .*Failed to find C compiler"):
-        assert not plan._can_launch(torch.device("cpu"))
-    assert not plan._can_launch(torch.device("cpu"))  # it warns once
-    plan._can_launch.cache_clear()
+        assert not planner._can_launch(torch.device("cpu"))
+    assert not planner._can_launch(torch.device("cpu"))  # it warns once
+    planner._can_launch.cache_clear()
 
 
 def test_an_inherited_setting_stays_inherited() -> None:

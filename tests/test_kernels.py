@@ -20,14 +20,15 @@ from torch.nn import functional as F
 
 import fasth
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
-from fasth.cli import main
 from fasth.functional import reflect, svd_linear
-from fasth.problems import PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
-from fasth.reflections import plan
+from fasth.reflections import planner
 from fasth.reflections.autograd import with_sign_guard
-from fasth.reflections.plan import COMPACT, FULL, TORCH, TRIANGULAR, TRITON, backend_for
+from fasth.reflections.plan import COMPACT, FULL, TORCH, TRIANGULAR, TRITON
+from fasth.reflections.planner import backend_for
 from fasth.reflections.triton import launch
-from fasth.twins import orthogonality, perturbed
+from fasth.tools.cli import main
+from fasth.tools.problems import PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
+from fasth.tools.twins import orthogonality, perturbed
 
 
 @pytest.fixture(autouse=True)
@@ -352,9 +353,9 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_many_rows_are_not_a_matter_of_the_kernels_alone() -> None:
-    where = plan.Where(TRITON, "cuda")
-    assert plan.kernels_pay(10**6, 2048, 2048, where)  # forced, in this process
-    assert not plan.kernels_pay(1, 4096, 4096, where)  # longer than a program holds
+    where = planner.Where(TRITON, "cuda")
+    assert planner.kernels_pay(10**6, 2048, 2048, where)  # forced, in this process
+    assert not planner.kernels_pay(1, 4096, 4096, where)  # longer than a program holds
 
 
 def test_sigma_of_one_side_alone() -> None:

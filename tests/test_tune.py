@@ -12,24 +12,24 @@ import torch
 from processes import python, script
 
 from fasth import LinearSVD, householder
-from fasth.cli import main
-from fasth.reflections import plan, tuning_file
-from fasth.reflections.plan import Where, default_block_size, forming_pays, forming_svd_pays
-from fasth.tune import block_sizes, tune
+from fasth.reflections import planner, tuning_file
+from fasth.reflections.planner import Where, default_block_size, forming_pays, forming_svd_pays
+from fasth.tools.cli import main
+from fasth.tools.tune import block_sizes, tune
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A cache folder of its own for each test."""
     monkeypatch.setenv("FASTH_CACHE_DIR", str(tmp_path))
-    plan.forget_plans()
+    planner.forget_plans()
     yield tmp_path
-    plan.forget_plans()
+    planner.forget_plans()
 
 
 def store(found: tuning_file.Entry) -> None:
     tuning_file.store(found)
-    plan.forget_plans()
+    planner.forget_plans()
 
 
 def here(dtype: torch.dtype = torch.float32) -> Where:
@@ -55,7 +55,7 @@ def test_what_was_found_is_used_from_then_on():
         assert [forming_pays(rows, 48, 48, True, here()) for rows in (48, 59, 60)] == [False, False, True]
         assert [forming_pays(rows, 48, 48, False, here()) for rows in (49, 50)] == [False, True]
         assert not forming_pays(60, 40, 48, True, here()), "found for as many reflections as dimensions"
-        plan.forget_plans()  # and read again from the file
+        planner.forget_plans()  # and read again from the file
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_tuning_stores_one_of_its_candidates():
 def test_candidates_are_even_splits_and_the_default():
     for d in (2, 3, 33, 64, 784, 2048):
         sizes = block_sizes(d)
-        assert plan.block_size_by_rule(d) in sizes
-        assert all(1 <= k <= d and plan.even_block_size(d, k) == k for k in sizes)
+        assert planner.block_size_by_rule(d) in sizes
+        assert all(1 <= k <= d and planner.even_block_size(d, k) == k for k in sizes)
 
 
 @pytest.mark.parametrize(
@@ -185,20 +185,20 @@ def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
     expected = results()
     impossible = entry(dtype="float64", block_size=block_size)
     (folder / "tuning.json").write_text(json.dumps({"version": 1, "entries": [vars(impossible)]}))
-    plan.forget_plans()
+    planner.forget_plans()
     with pytest.warns(RuntimeWarning, match="block_size"):
         actual = results()
     assert all(torch.equal(t, reference) for t, reference in zip(actual, expected, strict=True))
     # Even one that comes around the file's check is no larger than there are reflections.
-    plan.tuning()[impossible.key] = impossible
-    plan._remembered_householder_plan.cache_clear()
-    plan._remembered_svd_plan.cache_clear()
+    planner.tuning()[impossible.key] = impossible
+    planner._remembered_householder_plan.cache_clear()
+    planner._remembered_svd_plan.cache_clear()
     torch.testing.assert_close(results(), expected)
 
 
 def test_a_large_crossover_is_one_that_is_never_reached():
     store(entry(crossover=2**40, crossover_full=2**40))
-    plan.forget_plans()
+    planner.forget_plans()
     assert not forming_pays(10**9, 48, 48, True, here()) and not forming_pays(10**9, 48, 48, False, here())
     assert not forming_svd_pays(10**9, 48, 48, 48, 48, 48, True, here())
 
@@ -256,7 +256,7 @@ def test_the_command_says_what_is_wrong(capsys):
 
 
 def test_reproducing_without_the_extra_says_what_to_install():
-    code = "import sys; sys.modules['rich'] = None; from fasth.cli import main; sys.exit(main(['reproduce', '--full']))"
+    code = "import sys; sys.modules['rich'] = None; from fasth.tools.cli import main; sys.exit(main(['reproduce']))"
     done = python("-c", code)
     assert done.returncode == 2
     assert "pip install 'fasth[reproduce]'" in done.stderr

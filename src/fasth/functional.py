@@ -15,19 +15,8 @@ from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
 from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products
-from fasth.reflections.plan import (
-    COMPOSED,
-    CORE,
-    DTYPES,
-    FORMS,
-    FULL,
-    TORCH,
-    TRIANGULAR,
-    TRITON,
-    Plan,
-    plan_householder,
-    plan_svd_linear,
-)
+from fasth.reflections.plan import COMPOSED, CORE, DTYPES, FORMS, FULL, TORCH, TRIANGULAR, TRITON, Plan
+from fasth.reflections.planner import plan_householder, plan_svd_linear
 
 __all__ = ["DTYPES", "FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
 

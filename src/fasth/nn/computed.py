@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fasth.private import transform_active
+from fasth._private import transform_active
 
 _IN_PLACE = re.compile(r"(?!_).*[^_]_|__i(add|and|floordiv|lshift|mod|mul|or|pow|rshift|sub|truediv|xor)__|__setitem__")
 _WITHOUT_WRITING = ("detach_", "requires_grad_", "share_memory_")

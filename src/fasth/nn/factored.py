@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fasth import private
+from fasth import _private
 from fasth.functional import DTYPES
 from fasth.nn.cache import Cache, state, weight_from
 from fasth.nn.computed import computed
@@ -74,7 +74,7 @@ class Factored(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy."""
         super().__setstate__(state)
-        private.take_over_load_hooks(self)
+        _private.take_over_load_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._check_not_weight(name)

@@ -12,7 +12,8 @@ from torch.compiler import is_compiling
 
 from fasth.reflections import operators_for_compile
 from fasth.reflections.core import core
-from fasth.reflections.plan import CORE, backend_for
+from fasth.reflections.plan import CORE
+from fasth.reflections.planner import backend_for
 
 NONLINEARITIES = ("tanh", "relu", "modrelu")  # Activation in native/recurrence.hpp
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fasth.reflections.core import core
-from fasth.reflections.plan import CORE, TRITON, Plan, kernels_on, number_of_blocks, saved_size
+from fasth.reflections.plan import CORE, TRITON, Plan
+from fasth.reflections.planner import kernels_on, number_of_blocks, saved_size
 from fasth.reflections.triton.configurations import BLOCK
 
 _PLAN = "int form, bool transpose, int block_size, int save, bool copy_output, bool of_identity, bool symmetric"

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasth.private import TorchDispatchMode
-from fasth.reflections.plan import FULL, counting_kernels
+from fasth._private import TorchDispatchMode
+from fasth.reflections.plan import FULL
+from fasth.reflections.planner import counting_kernels
 from fasth.reflections.triton.configurations import LONGEST
 from fasth.reproduce.methods import Method
 

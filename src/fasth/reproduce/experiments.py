@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fasth import functional
-from fasth.reflections import plan
+from fasth.reflections import planner
+from fasth.reflections.plan import TRIANGULAR as TRIANGULAR_FORM
 from fasth.reproduce import baselines, counts, operations
 from fasth.reproduce.methods import (
     BASELINES,
@@ -184,7 +185,7 @@ def _with_block_size(k: int) -> list[Method]:
 
 
 def _applied(x: Tensor, V: Tensor) -> Tensor:
-    applying = plan.plan_householder(x, V, plan.TRIANGULAR, backend=plan.backend_for(x, V))
+    applying = planner.plan_householder(x, V, TRIANGULAR_FORM, backend=planner.backend_for(x, V))
     return functional.run_householder(x, V, applying)
 
 

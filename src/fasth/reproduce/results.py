@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Shown
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.tables import Table
 
 Record = dict[str, Any]
@@ -26,7 +26,7 @@ class Results:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
         self.records: list[Record] = [json.loads(line) for line in lines if line.endswith("\n")]
         if lines and not lines[-1].endswith("\n"):  # cut off by a power failure or the like
-            files.write(self.path, "".join(lines[:-1]))
+            _files.write(self.path, "".join(lines[:-1]))
 
     def add(self, record: Record) -> None:
         self.records.append(record)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import fasth
-from fasth import files
+from fasth import _files
 from fasth.reproduce.study import data, experiments, figures, methods, runner, tables
 from fasth.reproduce.study.runner import FILE, OtherStudy, Results
 from fasth.reproduce.study.training import WrongAnswer
@@ -73,10 +73,10 @@ def rates() -> dict[str, dict[str, float]]:
 def write(study: tables.Study, machine: dict[str, Any], out: Path) -> list[str]:
     """All tables in one file, and the figures; the names of what was written."""
     found = tables.tables(study)
-    files.write(out / "report.md", "\n\n".join(markdown(table) for table in found.values()) + "\n")
+    _files.write(out / "report.md", "\n\n".join(markdown(table) for table in found.values()) + "\n")
     written = ["report.md"]
     for name, contents in figures.figures(study):
         for ending, content in contents.items():
-            files.write(out / f"{name}.{ending}", content)
+            _files.write(out / f"{name}.{ending}", content)
             written.append(f"{name}.{ending}")
     return written

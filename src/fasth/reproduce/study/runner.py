@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Generator
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.pool import in_parallel
 from fasth.reproduce.study import experiments, training
 from fasth.reproduce.study.methods import PLAIN, installed
@@ -58,7 +58,7 @@ class Results:
 
     def add(self, record: Record) -> None:
         if self._is_new:
-            files.write(self.path, "".join(map(_line, (self.environment, *self.records))))  # without what was cut off
+            _files.write(self.path, "".join(map(_line, (self.environment, *self.records))))  # without what was cut off
             self._is_new = False
         self.records.append(record)
         self.done.add(key(record))
