@@ -112,8 +112,9 @@ template <class T> class SavedTensor {
     }
     Index size() const { return inner_size + output_size + T_size + scales_size + Z_size + A_size + flag_size; }
 
-    void make(const Tensor &like) {
-        if (size() > 0) tensor = like.new_pooled({size()});
+    // `wanted`: whether a plan saves anything. Of no numbers it is an empty tensor: graphs rely on how many there are.
+    void make(const Tensor &like, bool wanted) {
+        if (wanted) tensor = like.new_pooled({size()});
     }
     void take(const nb::sequence &saved) { // of one tensor, or empty
         if (nb::len(saved) > 0) tensor = Tensor(nb::object(saved[0])).as_contiguous();
@@ -177,8 +178,8 @@ Product<T> householder_product(const Tensor &x, const Tensor &V, const Plan &pla
            "the rows and the reflectors should have one length, at least 1; got ", x, " and ", V);
     const Index m = batch ? x.size(1) : x.rows(), r = V.size(-2), d = V.size(-1);
     expect_block_size(plan.block_size, std::min(r, d));
-    expect(!plan.of_identity || (m <= d && !plan.transpose),
-           "rows of the identity should be at most d, times the transpose; got ", m, " rows for d = ", d);
+    expect(!plan.of_identity || m <= d, "rows of the identity should be at most d = ", d, "; got ", m);
+    expect(!plan.of_identity || !plan.transpose, "rows of the identity should be multiplied by Qᵀ; got transpose, for Q");
     Problem<T> p{m, r, d, Form(plan.form), plan.transpose, plan.block_size, panel_for(d)};
     p.of_identity = plan.of_identity;
     return {p, rows_of<const T>(V, V.dims()), Saved<T>(p, d), {}};
@@ -205,7 +206,7 @@ inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &pla
         set_layout(p, suits || are_few<T>(p.m), plan.save == 3);
         const Tensor out = x.new_contiguous();
         SavedTensor<T> saved(product, batch, plan.save, 0, plan.copy_output ? out.numel() : 0);
-        saved.make(x);
+        saved.make(x, plan.save || plan.copy_output);
         saved.give(product);
         const auto rows = rows_of<const T>(x, V.dims());
         const auto outs = contiguous_rows(out.data<T>(), p.m, p.d), copies = contiguous_rows(saved.output(), p.m, p.d);
@@ -340,7 +341,7 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
         for (Product<T> &of : product) set_layout(of.p, suit || are_few<T>(rows), plan.save == 3);
         const Tensor out = x.new_with_last(n);
         SavedTensor<T> saved(product, 1, plan.save, plan.save ? rows * m : 0, plan.copy_output ? rows * n : 0);
-        saved.make(x);
+        saved.make(x, plan.save || plan.copy_output);
         saved.give(product);
         const SVDRows<T> saved_rows{contiguous_rows(saved.inner(), rows, m)[0], contiguous_rows(saved.output(), rows, n)[0]};
         const auto from = rows_of<const T>(x, 2)[0];

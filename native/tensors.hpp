@@ -104,8 +104,8 @@ class Tensor {
     bool on_cpu() const { return view.device.device_type == int(nb::device::cpu::value); }
     std::string type_name() const { // "float32 on the CPU"
         const int code = view.dtype.code, bits = view.dtype.bits;
-        const char *const kind = code == floating ? "float" : code == 4 ? "bfloat" : code == 5 ? "complex" : "int";
-        return kind + std::to_string(bits) + (on_cpu() ? " on the CPU" : " on another device");
+        static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex"};
+        return (code == 6 ? "bool" : kinds[code < 6 ? code : 0] + std::to_string(bits)) + (on_cpu() ? " on the CPU" : " on another device");
     }
     bool has_memory() const { return view.data != nullptr || numel() == 0; }
     template <class T> T *data() const {

@@ -31,9 +31,8 @@ from fasth.reflections.plan import (
     SAVE_Z,
     TRIANGULAR,
     Plan,
-    number_of_blocks,
-    saved_size,
 )
+from fasth.reflections.planner import number_of_blocks, saved_size
 from fasth.tools.problems import Problem, assert_all_close, assert_close, gradient_of
 
 pytestmark = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
@@ -151,7 +150,7 @@ def test_agrees_with_the_definition(problem, form, transpose):
     for dtype in DTYPES:
         x, V, g = (in_dtype(t, dtype) for t in doubles)
         for i, level in enumerate(reversed(core.available_levels())):
-            # By the best instructions with all that can be saved; by others, which read the same, the least and the most.
+            # By the best instructions with all levels of what is saved; by others with the least and the most.
             for save in LEVELS if i == 0 else (SAVE_T, SAVE_A):
                 options = (
                     transpose,
@@ -578,14 +577,13 @@ def test_refuses_what_does_not_fit():
         refused(message, householder, rows, reflectors, good, 1)
     message = "`V` should be a float32 tensor on the CPU, as the rows are; got float64 on the CPU"
     refused(message, householder, x, V.double(), good, 1, error=TypeError)
-    for dtype in ("float16", "bfloat16", "int32", "complex64"):
+    for dtype in ("float16", "bfloat16", "int32", "uint8", "bool", "complex64"):
         t = x.to(getattr(torch, dtype))
         message = f"the rows should be float32 or float64 on the CPU; got {dtype} on the CPU"
         refused(message, householder, t, t, good, 1, error=TypeError)
-    identity = "rows of the identity should be at most d, times the transpose; got "
     of_identity = good._replace(of_identity=True)
-    refused(f"{identity}9 rows for d = 8", householder, torch.eye(9, 8), V, of_identity, 1)
-    with pytest.raises(ValueError, match=identity):
+    refused("rows of the identity should be at most d = 8; got 9", householder, torch.eye(9, 8), V, of_identity, 1)
+    with pytest.raises(ValueError, match="rows of the identity should be multiplied by Qᵀ; got transpose"):
         householder(torch.eye(8), V, of_identity._replace(transpose=True), 1)
     out, *_ = householder(torch.eye(8), V, of_identity, 1)
     message = "rows of the identity should need no gradient"

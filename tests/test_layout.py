@@ -29,7 +29,7 @@ DETAILED = {name.split("/")[0] for name in ORDER if not name.endswith("/") and "
 
 
 def place(path: str) -> int:
-    """The line of a file: its own, that of the folder that it is in, or, of a package's list of names, its last line."""
+    """The line of a file: its own, or that of its folder; an ``__init__.py`` comes after the files of its package."""
     if path in ORDER:
         return ORDER.index(path)
     if path.endswith("/__init__.py"):

@@ -387,3 +387,15 @@ def test_signs_close_to_zero_are_pushed_away_from_it(path: str, form: str, rows:
             torch.testing.assert_close(got[name].diagonal()[:8], factor * pushes)
             got[name].diagonal().zero_()
     assert_all_close(tuple(got.values()), tuple(wanted.values()), 110)
+
+
+def test_the_gradient_of_a_formed_weight_with_a_bias():
+    """The output is not saved then, since it has the bias in it."""
+    torch.manual_seed(0)
+    U, sigma, bias = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((8, 8), (8,), (8,)))
+    eye, g = torch.eye(8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad(svd_linear(eye, U, sigma, bias=bias, of_identity=hint), (U, sigma, bias), g)
+        for hint in (True, False)
+    )
+    torch.testing.assert_close(found, expected)

@@ -39,9 +39,7 @@ def here(dtype: torch.dtype = torch.float32) -> Where:
 def entry(**changes) -> tuning_file.Entry:
     name, core = tuning_file.machine("cpu")
     threads = torch.get_num_threads()
-    made = tuning_file.Entry(
-        name, core, "cpu", threads, "float32", 48, 32, block_size=5, crossover=60, crossover_full=50
-    )
+    made = tuning_file.Entry(name, core, "cpu", threads, "float32", 48, 32, block_size=5, crossover=60)
     return replace(made, **changes)
 
 
@@ -53,7 +51,8 @@ def test_what_was_found_is_used_from_then_on():
         assert default_block_size(48, here()) == 5
         assert default_block_size(47, here()) == 24
         assert [forming_pays(rows, 48, 48, True, here()) for rows in (48, 59, 60)] == [False, False, True]
-        assert [forming_pays(rows, 48, 48, False, here()) for rows in (49, 50)] == [False, True]
+        full = 60 * planner.crossover_by_rule(48, 48, False) / planner.crossover_by_rule(48, 48, True)
+        assert [forming_pays(rows, 48, 48, False, here()) for rows in (full - 1, full)] == [False, True]
         assert not forming_pays(60, 40, 48, True, here()), "found for as many reflections as dimensions"
         planner.forget_plans()  # and read again from the file
 
@@ -99,7 +98,7 @@ def test_a_compiled_graph_does_not_depend_on_the_file():
 def test_tuning_stores_one_of_its_candidates():
     found = tune(32, 8)
     assert found.entry.block_size in block_sizes(32)
-    assert found.entry.crossover > 32 and found.entry.crossover_full > 32
+    assert found.entry.crossover > 32
     assert default_block_size(32, here()) == found.entry.block_size
     assert tuning_file.load() == [found.entry]
     assert found.seconds <= found.default_seconds
@@ -138,7 +137,6 @@ DAMAGED = {
 IMPOSSIBLE = {
     "block_size": [0, -1, 49, 10**9, 9223372036854775807, 10**400, 2.5, True, "5", None, float("nan")],
     "crossover": [0, -1, 10**400, 1e300, float("inf"), None],
-    "crossover_full": [0, 10**400],
     "d": [0, -48, 10**400, None],
     "threads": [0, "2"],
     "rows": [0],
@@ -197,7 +195,7 @@ def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
 
 
 def test_a_large_crossover_is_one_that_is_never_reached():
-    store(entry(crossover=2**40, crossover_full=2**40))
+    store(entry(crossover=2**40))
     planner.forget_plans()
     assert not forming_pays(10**9, 48, 48, True, here()) and not forming_pays(10**9, 48, 48, False, here())
     assert not forming_svd_pays(10**9, 48, 48, 48, 48, 48, True, here())
@@ -208,7 +206,7 @@ def test_several_processes_leave_all_their_entries(folder):
 import sys
 from fasth.reflections import tuning_file
 for d in range(10):
-    tuning_file.store(tuning_file.Entry("m", "c", "cpu", 1, "float32", 1 + d + 10 * {n}, 32, 1, 50, 50))
+    tuning_file.store(tuning_file.Entry("m", "c", "cpu", 1, "float32", 1 + d + 10 * {n}, 32, 1, 50))
 """
     import subprocess
     import sys

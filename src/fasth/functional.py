@@ -104,6 +104,7 @@ def svd_linear(
         x = as_reflectors(x, U.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x, U, sigma, V, bias, form=form)
+    of_identity &= bias is None  # with a bias the output is not x Wᵀ, which is what has to be saved
     plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form), of_identity=of_identity)
     if plan.forms_matrix:
         if sigma is None or len(sigma) == min(n, m):

@@ -17,9 +17,9 @@ class HeldWeight(NamedTuple):
 
     name: str  # in the dense twin, or "" if the module has no other weight
     shape: tuple[int, ...]  # of W: (n, m) or (*b, n, m)
-    U: Tensor  # the reflectors of U, or of both sides, or of the only one
+    U: Tensor  # the reflectors of U, of both sides in one matrix, or of an orthogonal weight
     sigma: Tensor | None  # the parameter that the spectrum maps to σ; None: W is orthogonal
-    V: Tensor | None  # the reflectors of V, if U has not those of both sides
+    V: Tensor | None  # the reflectors of V: U itself where W is symmetric, None where U has both, or is all there is
     form: str
     spectrum: Spectrum | None  # None: W is orthogonal
     signs: Tensor | None = None  # of the columns of full reflectors: a constant

@@ -285,7 +285,7 @@ class LinearSymmetric(_Linear):
     def held_weights(self) -> Iterator[HeldWeight]:
         """W, whose eigenvalues stand for its singular values."""
         shape = self.out_features, self.in_features
-        yield HeldWeight("", shape, self.reflectors, self.sigma, None, self.form, self.spectrum)
+        yield HeldWeight("", shape, self.reflectors, self.sigma, self.reflectors, self.form, self.spectrum)
 
     @property
     def eig(self) -> Symmetric:

@@ -170,12 +170,13 @@ def _factors_saved(V: Tensor, form: int) -> list[Tensor]:
 
 def _householder_fake(x: Tensor, V: Tensor, *entries: Any) -> list[Tensor]:
     plan = Plan(_backend_of(x), *entries)
-    (r, d), batch = V.shape[-2:], V.shape[0] if V.ndim == 3 else 1
+    r, d = V.shape[-2:]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if plan.backend == TRITON:
         copy = [torch.empty_like(out)] if plan.copy_output else []
         return [out, *copy, *(_factors_saved(V, plan.form) if plan.save else [])]
-    rows, blocks = x.numel() // d // batch, [number_of_blocks(r, d, plan.form, plan.block_size)]
+    batch, rows = (V.shape[0], x.shape[1]) if V.ndim == 3 else (1, x.numel() // d)
+    blocks = [number_of_blocks(r, d, plan.form, plan.block_size)]
     size = saved_size(rows, d, blocks, plan.block_size, plan.save, batch, output=x.numel() if plan.copy_output else 0)
     return [out, x.new_empty(size)] if plan.save or plan.copy_output else [out]
 

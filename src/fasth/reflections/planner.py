@@ -444,8 +444,7 @@ def forming_pays(rows: int, r: int, d: int, triangular: bool, where: Where, side
     by_rule = crossover_by_rule(r, d, triangular, sides)
     if found is None:
         return rows > by_rule
-    crossover = found.crossover if triangular else found.crossover_full
-    return rows >= (crossover if sides == 1 else crossover * by_rule / crossover_by_rule(r, d, triangular))
+    return rows >= found.crossover * by_rule / crossover_by_rule(d, d, triangular=True)  # what was measured
 
 
 def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, triangular: bool, where: Where) -> bool:

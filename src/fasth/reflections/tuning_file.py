@@ -35,7 +35,6 @@ class Entry:
     rows: int  # with which the block size was found
     block_size: int
     crossover: int  # from so many rows on, forming Q pays, for triangular reflectors
-    crossover_full: int
     kernel_rows: int = 0  # up to so many rows the Triton kernels are faster than PyTorch's products; 0: never, or wrong
 
     @property
@@ -45,8 +44,7 @@ class Entry:
     def check(self) -> Entry:
         for name, value in asdict(self).items():
             least = 0 if name == "kernel_rows" else 1
-            valid = type(value) is str if name in _TEXTS else type(value) is int and least <= value <= _LARGEST
-            if not valid:
+            if not (type(value) is str if name in _TEXTS else type(value) is int and least <= value <= _LARGEST):
                 raise ValueError(f"`{name}` is {value!r}")
         if self.block_size > self.d:
             raise ValueError(f"`block_size` is {self.block_size} for d = {self.d}")
@@ -75,9 +73,8 @@ def load() -> list[Entry]:
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']}, not {_VERSION}")
         names = [field.name for field in fields(Entry)]
-        return [
-            Entry(**{name: record[name] for name in names if name in record}).check() for record in content["entries"]
-        ]
+        records = [{name: record[name] for name in names if name in record} for record in content["entries"]]
+        return [Entry(**record).check() for record in records]
     except OSError:  # there is none, or it may not be read
         return []
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -70,8 +70,8 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     times = _by_block_size(V, rows, by_products, default)
     best = min(times, key=lambda k: times[k])
     best = best if times[best] < _GAIN * times[default] else default
-    by_rule = {triangular: crossover_by_rule(d, d, triangular) for triangular in (False, True)}
-    crossover = _crossover(V, best, by_products, by_rule[True])
+    by_rule = crossover_by_rule(d, d, triangular=True)
+    crossover = _crossover(V, best, by_products, by_rule)
     kernel_rows = 0
     if backend == TRITON and _kernels_are_right(V, rows, best):
         kernel_rows, crossover = _limits(V, best)
@@ -86,12 +86,11 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
         rows=rows,
         block_size=best,
         crossover=crossover,
-        crossover_full=max(d + 1, math.ceil(crossover * by_rule[False] / by_rule[True])),
         kernel_rows=kernel_rows,
     )
     tuning_file.store(entry)
     forget_plans()
-    return Tuned(entry, default, math.ceil(by_rule[True]), times[best], times[default])
+    return Tuned(entry, default, math.ceil(by_rule), times[best], times[default])
 
 
 def block_sizes(d: int, default: int | None = None) -> list[int]:

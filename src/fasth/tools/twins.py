@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fasth.nn.held_weight import held_weights
 from fasth.reflections import definition
 
 
@@ -28,22 +29,21 @@ def definition_linear(layer: Any, x: Tensor) -> Tensor:
 
 def _factors(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
     """U: (·, n), sigma: (k,) and V: (·, m) with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ, reflectors in full."""
-    full = layer.form == "full"
-    if not hasattr(layer, "spectrum"):
-        signs = layer.signs if full else signs_on_diagonal(layer.reflectors)
-        Q, none = _in_full(layer.reflectors, full), layer.reflectors.new_zeros(0, len(signs))
-        return (none, signs, Q) if layer.out_features < layer.in_features else (Q, signs, none)
-    sigma = layer.spectrum(layer.sigma)
-    if hasattr(layer, "eig"):
-        U = _in_full(layer.reflectors, full)
+    (held,) = held_weights(layer)
+    full, (n, m) = held.form == "full", held.shape
+    if held.spectrum is None:
+        signs = signs_on_diagonal(held.U) if held.signs is None else held.signs
+        Q, none = _in_full(held.U, full), held.U.new_zeros(0, len(signs))
+        return (none, signs, Q) if n < m else (Q, signs, none)
+    sigma = held.singular_values
+    if held.V is held.U:  # symmetric: the signs of both sides cancel
+        U = _in_full(held.U, full)
         return U, sigma, U
-    if full:
-        U, V, signs = layer.U, layer.V, layer.signs.prod(0)
-    elif hasattr(layer, "reflectors"):
-        U, V, signs = layer.reflectors.mT, layer.reflectors, signs_on_diagonal(layer.reflectors)
+    if held.V is None:
+        U, V, signs = held.U.mT, held.U, signs_on_diagonal(held.U)
     else:
-        U, V = layer.reflectors_U, layer.reflectors_V
-        signs = signs_on_diagonal(U) * signs_on_diagonal(V)
+        U, V = held.U, held.V
+        signs = signs_on_diagonal(U) * signs_on_diagonal(V) if held.signs is None else held.signs.prod(0)
     return _in_full(U, full), sigma * signs, _in_full(V, full)
 
 
