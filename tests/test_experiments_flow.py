@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fasth.reproduce.study import data
 from torch.autograd.functional import jacobian
 
 import fasth
 from fasth.flows import whiten_
-from fasth.reproduce.study import data
 
 for package in ("matplotlib", "rich", "sklearn"):
     pytest.importorskip(package, reason=f"{package} is not installed; it comes with fasth[dev,reproduce]")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from fasth.reproduce.study import data
 
 for package in ("matplotlib", "rich", "sklearn"):

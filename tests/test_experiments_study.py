@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Generator, nn
-
 from fasth.reproduce.study import command, data, experiments, methods, runner, tables, training
 from fasth.reproduce.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
 from fasth.reproduce.study.tasks import FIVE, FLOW_WHOLE, MLP, TASKS
+from torch import Generator, nn
 
 TINY = replace(
     experiments.QUICK,

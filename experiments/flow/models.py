@@ -1,8 +1,8 @@
 """A normalizing flow like Glow, for images and for vectors, and the linear maps that may mix its channels.
 
-A step of the flow is that of Glow: a scale and a shift of each channel, a linear map of the channels, and an affine
-coupling. The linear map, the mixer, is what ``flow.py`` compares. It takes rows, (rows, d): a 1×1 convolution is a
-linear map of the channels of every pixel. Every mixer starts as the same matrix W, but for nflows' QR.
+A step of the flow is Glow's: a scale and a shift of each channel, a linear map of the channels, and an affine
+coupling. The experiment compares linear maps, the mixers. A mixer takes rows, (rows, d): a 1×1 convolution is a linear
+map of the channels of every pixel. Every mixer starts as the same matrix W, except nflows' QR.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Fixed(nn.Module):
 
 
 class Dense(nn.Module):
-    """y = W x, with a determinant computed in every step: what Glow started with."""
+    """y = W x, with a determinant computed in every step: Glow's first form."""
 
     def __init__(self, W: Tensor) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Dense(nn.Module):
 
 
 class PLU(nn.Module):
-    """y = P L (U + diag(s)) x, where P and the signs of s are fixed: what Glow ended with. log |det| = Σ log |s|."""
+    """y = P L (U + diag(s)) x, with P and the signs of s fixed: Glow's final form. log |det| = Σ log |s|."""
 
     P: Tensor
     signs: Tensor
@@ -85,7 +85,7 @@ class PLU(nn.Module):
 
 
 class NFlows(nn.Module):
-    """One of nflows' linear transforms. All but "QRLinear" start as the identity."""
+    """One of nflows' linear transforms. All start as the identity, except "QRLinear"."""
 
     def __init__(self, kind: str, d: int, **options: Any) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Chain(nn.Module):
 
 
 class Ours(nn.Module):
-    """A layer of fasth: its determinant is known, and its inverse is at hand."""
+    """A layer of fasth: determinant and inverse come from its factors."""
 
     def __init__(self, W: Tensor, layer: fasth.LinearSVD | fasth.LinearOrthogonal) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ class Ours(nn.Module):
 
 
 def svd(spectrum: Spectrum) -> MixerOf:
-    return lambda W: Ours(W, fasth.LinearSVD(*W.shape, bias=False, spectrum=spectrum))
+    return lambda W: Ours(W, fasth.LinearSVD(len(W), len(W), bias=False, spectrum=spectrum))
 
 
 def orthogonal(W: Tensor) -> nn.Module:
-    """The orthogonal factor of W, to learn. What else there is to W is fixed."""
+    """Learns the orthogonal factor of W = Q P; the symmetric factor P stays fixed."""
     U, sigma, Vh = torch.linalg.svd(W)
-    mixer = Ours(U @ Vh, fasth.LinearOrthogonal(*W.shape, bias=False))
+    mixer = Ours(U @ Vh, fasth.LinearOrthogonal(len(W), len(W), bias=False))
     is_orthogonal = torch.allclose(sigma, torch.ones_like(sigma), atol=1e-4)
     return mixer if is_orthogonal else Chain(Fixed(Vh.mT @ (sigma.unsqueeze(1) * Vh)), mixer)
 
@@ -164,7 +164,7 @@ OURS = ("orthogonal", "free", "positive", "between")
 
 
 def installed() -> list[str]:
-    """The mixers that can be had on this machine."""
+    """The mixers whose libraries are installed."""
     return [name for name in MIXERS if find_spec("nflows") or not name.startswith("nflows")]
 
 
@@ -177,7 +177,7 @@ def start_matrix(start: str, d: int) -> Tensor:
 
 
 def whitening(rows: Tensor, smallest: float = 1e-4) -> Tensor:
-    """C^(−½), with C the covariance of the rows: what ``fasth.flows.whiten_`` does to a layer, for any mixer."""
+    """C^(−½), with C the covariance of the rows: ``fasth.flows.whiten_`` for any mixer."""
     values, axes = torch.linalg.eigh(rows.mT.double().cov())
     return ((axes * values.clamp(min=smallest * values[-1]).rsqrt()) @ axes.mT).to(rows.dtype)
 
@@ -188,13 +188,13 @@ class Step(nn.Module):
     def __init__(self, d: int, mixer_of: MixerOf, start: str, net: nn.Module) -> None:
         super().__init__()
         self.mixer_of, self.start, self.W, self.net = mixer_of, start, start_matrix(start, d), net
-        with torch.random.fork_rng(devices=[]):  # what it draws should not change the nets of other steps
-            self.mixer = mixer_of(self.W)
+        with torch.random.fork_rng(devices=[]):  # its random numbers should not change the nets of other steps
+            self.mixer: Any = mixer_of(self.W)
         self.log_scale, self.shift = nn.Parameter(torch.zeros(d)), nn.Parameter(torch.zeros(d))
 
     @torch.no_grad()
     def normalize_(self, x: Tensor) -> None:
-        """Chooses scale and shift, as Glow does, such that this batch has mean 0 and variance 1; then the mixer."""
+        """Chooses scale and shift so that this batch has mean 0 and variance 1, as Glow does; then the mixer."""
         mean, deviation = rows_of(x).mean(0), rows_of(x).std(0).clamp(min=1e-3)
         self.log_scale.copy_(-deviation.log())
         self.shift.copy_(-mean / deviation)
@@ -213,7 +213,7 @@ class Step(nn.Module):
         return like((rows - self.shift) * (-self.log_scale).exp(), y)
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Both halves of the channels, and log scale and shift of the second, which a net makes of the first."""
+        """Both halves of the channels, and the log scale and the shift of the second, computed from the first."""
         a, b = x.chunk(2, 1)
         log_scale, shift = self.net(a).chunk(2, 1)
         return a, b, 2 * torch.tanh(log_scale / 2), shift  # a scale from e⁻² to e²
@@ -225,12 +225,12 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def like(rows: Tensor, x: Tensor) -> Tensor:
-    """And back."""
+    """(n·positions, d) → (n, d, *positions), the shape of x."""
     return rows.view(len(x), *x.shape[2:], -1).movedim(-1, 1)
 
 
 class Flow(nn.Module):
-    """Steps to a standard normal distribution; of images in two levels, each of which takes 2×2 pixels for channels."""
+    """Steps to a standard normal distribution. Images have two levels, each of which turns 2×2 pixels into channels."""
 
     def __init__(self, shape: tuple[int, ...], mixer: MixerOf, start: str, steps: int = 4, width: int = 32) -> None:
         super().__init__()
@@ -244,7 +244,8 @@ class Flow(nn.Module):
             self.levels.append(nn.ModuleList(Step(d, mixer, start, net(d, width)) for _ in range(steps)))
         self.latent_shape = d, *positions
         if self.is_image:
-            self.to(memory_format=torch.channels_last)  # in which the channels of a pixel are a row
+            # Then the channels of a pixel are contiguous.
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor, normalize: bool = False) -> tuple[Tensor, Tensor]:
         """z and log |det ∂z/∂x|: (n,)."""
@@ -290,7 +291,7 @@ def layers(d: int, width: int) -> nn.Module:
 
 
 def zero_at_first(net: nn.Sequential) -> nn.Module:
-    """A net whose output is zero before training: its coupling is the identity."""
+    """Makes the output of the net zero before training: the coupling starts as the identity."""
     for parameter in net[-1].parameters():
         nn.init.zeros_(parameter)
     return net

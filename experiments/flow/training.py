@@ -1,4 +1,4 @@
-"""One flow, trained: the data of ``flow.py``, and what comes of a run on it."""
+"""The data of the flows, and one run: a flow that is trained and judged."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from flow_models import MIXERS, Flow
 from torch import Generator, Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 import fasth
-from fasth.reproduce.study import data
-
-Record = dict[str, Any]
+from experiments.flow.models import MIXERS, Flow
+from experiments.harness import Record, Run, data, finite, means
 
 BATCH, FIRST_BATCH, WARM_UP = 64, 1024, 50
-CHECKS, POINTS = 8, 40  # on validation data; of the curve
-HELD_OUT = 1000  # images each, for validation and for the test
+CHECKS = 8  # how often a run is judged on validation data
+POINTS = 40  # in a learning curve
+HELD_OUT = 1000  # images for validation, and as many for the test
 SAMPLES, TEMPERATURE = 12, 0.7
 
 
 @dataclass(frozen=True)
 class Data:
-    """Whole numbers, scaled. With noise between one and the next they are continuous, which a density needs."""
+    """Scaled whole numbers. Noise between adjacent numbers makes them continuous, as a density needs."""
 
     name: str
     unit: str
     training: Tensor
     validation: Tensor
     test: Tensor
-    spacing: Tensor  # of the numbers, after scaling
-    score: Callable[[float], float]  # of −log p in nats
+    spacing: Tensor  # the distance of adjacent numbers, after scaling
+    score: Callable[[float], float]  # from −log p in nats
 
     def noisy(self, x: Tensor, generator: Generator) -> Tensor:
         return x + self.spacing * torch.rand(x.shape, generator=generator)
@@ -46,7 +45,7 @@ class Data:
 
 @cache
 def images() -> Data:
-    """Pixels from −½ to ½, and bits for each of them."""
+    """Pixels from −½ to ½; the score is in bits per pixel."""
     name, levels, training, test = data.pixels()
     scaled, last = ((part.inputs / levels - 0.5).unsqueeze(1) for part in (training, test))
     held_out = min(HELD_OUT, len(scaled) // 5)
@@ -64,10 +63,10 @@ def images() -> Data:
 
 @cache
 def table() -> Data:
-    """Columns of variance 1, and nats for a row."""
+    """Columns of variance 1; the score is in nats per row."""
     found = data.table()
     validation = torch.arange(len(found.training)) % 5 == 4
-    first = found.unit / 2  # the noise here is from 0 to 1, and the columns have mean 0 with it
+    first = found.unit / 2  # the noise is from 0 to 1, not from −½ to ½, and the columns have mean 0 with it
     return Data(
         name="digits",
         unit="nats",
@@ -82,54 +81,47 @@ def table() -> Data:
 DATA = {"images": images, "table": table}
 
 
-@dataclass(frozen=True)
-class Run:
-    task: str
-    data: str  # the name of what is installed
-    mixer: str
-    start: str
-    lr: float
-    seed: int
-    steps: int
+def name_of(run: Run) -> str:
+    setting = ", ".join(run[name] for name in ("data", "task", "mixer", "start"))
+    return f"{setting}, {run['lr']:g}, seed {run['seed']}, {run['steps']} steps"
 
-    def name(self) -> str:
-        return (
-            f"{self.data}, {self.task}, {self.mixer}, {self.start}, {self.lr:g}, seed {self.seed}, {self.steps} steps"
-        )
+
+def sample_file(run: Run, folder: Path) -> Path:
+    return folder / "samples" / f"{name_of(run)}.pt"
 
 
 def new_flow(run: Run) -> Flow:
-    """The seed gives the matrices to start from and the coupling nets, the same for every mixer."""
-    torch.manual_seed(run.seed)
-    return Flow(tuple(DATA[run.task]().training.shape[1:]), MIXERS[run.mixer], run.start)
+    """The seed decides the matrices to start from and the coupling nets: they are the same for every mixer."""
+    torch.manual_seed(run["seed"])
+    return Flow(tuple(DATA[run["task"]]().training.shape[1:]), MIXERS[run["mixer"]], run["start"])
 
 
-def train(run: Run, samples: Path | None = None) -> Record:
-    """What came of a run: the scores at the best of some checks on validation data, which is the last one unless it
-    overfits; the curve of the training loss; and how far the inverse is from undoing the flow.
+def train(run: Run, folder: Path) -> Record:
+    """The scores at the best check on validation data, which is the last check unless the flow overfits; the curve of
+    the training loss; and the error of the inverse. Samples of images go to a file, for the first seed.
     """
-    task, flow, generator = DATA[run.task](), new_flow(run), Generator().manual_seed(1000 + run.seed)
+    task, flow, generator = DATA[run["task"]](), new_flow(run), Generator().manual_seed(1000 + run["seed"])
+    steps = run["steps"]
     flow(task.batch(FIRST_BATCH, generator), normalize=True)
-    optimizer = torch.optim.Adam(fasth.param_groups(flow, lr=run.lr))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate_at(i, run.steps))
+    optimizer = torch.optim.Adam(fasth.param_groups(flow, lr=run["lr"]))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate_at(i, steps))
     losses, scores = [], {"validation": math.inf, "test": math.inf}
-    for i in range(1, run.steps + 1):
-        losses.append(training_step(flow, task.batch(BATCH, generator), optimizer))
+    for i in range(1, steps + 1):
+        losses.append(task.score(training_step(flow, task.batch(BATCH, generator), optimizer)))
         schedule.step()
-        if i * CHECKS % run.steps < CHECKS and (now := nats(flow, task, "validation")) < scores["validation"]:
+        if i * CHECKS % steps < CHECKS and (now := nats(flow, task, "validation")) < scores["validation"]:
             scores = {"validation": now, "test": nats(flow, task, "test")}
-    parts = torch.tensor(losses, dtype=torch.float64).tensor_split(min(POINTS, run.steps))
-    if samples is not None:
-        save_samples(flow, run, samples)
+    if run["task"] == "images" and run["seed"] == 0:
+        save_samples(flow, run, folder)
     return {
         **{part: finite(task.score(value)) for part, value in scores.items()},
-        "curve": [finite(round(task.score(part.mean().item()), 4)) for part in parts],
+        "curve": means(losses, POINTS, 4),
         "inverse": inverse_error(flow, task),
     }
 
 
 def rate_at(i: int, steps: int) -> float:
-    """The rate rises from zero, and falls back to it as a cosine."""
+    """A factor that rises from 0 to 1 in the warm-up, and falls back to 0 as a cosine."""
     return min(1, (i + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * i / steps))
 
 
@@ -147,22 +139,19 @@ def nats(flow: Flow, task: Data, part: str) -> float:
     return torch.cat([flow.nats(rows) for rows in x.split(500)]).double().mean().item()
 
 
-def save_samples(flow: Flow, run: Run, path: Path) -> None:
-    torch.manual_seed(run.seed)
-    with suppress(torch.linalg.LinAlgError):  # of a matrix that became singular
+def save_samples(flow: Flow, run: Run, folder: Path) -> None:
+    path = sample_file(run, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(run["seed"])
+    with suppress(LinAlgError):  # a matrix became singular
         torch.save(flow.sample(SAMPLES, TEMPERATURE), path)
 
 
 @torch.no_grad()
 def inverse_error(flow: Flow, task: Data) -> float | None:
-    """The largest error of an entry, as a part of the largest entry; None if there is no inverse."""
+    """The largest error of an entry, relative to the largest entry; None if a matrix is singular."""
     x = task.noisy(task.test[:100], Generator().manual_seed(0))
     try:
         return finite(((flow.inverse(flow(x)[0]) - x).abs().max() / x.abs().max()).item())
-    except torch.linalg.LinAlgError:
+    except LinAlgError:
         return None
-
-
-def finite(value: float) -> float | None:
-    """None for what JSON cannot hold: the run diverged."""
-    return value if math.isfinite(value) else None

@@ -1,14 +1,15 @@
 """What all experiments share.
 
-    results.py   the results file: one record for each finished run
-    pool.py      worker processes and the progress bar
-    command.py   the command: options, training of missing runs, report
-    tables.py    scores over seeds, step times, tables
-    figures.py   panels, learning curves, legends
-    data.py      images, text and a table, from files that are installed
+results.py   the results file: one record for each finished run
+pool.py      worker processes and the progress bar
+command.py   the command: options, training of missing runs, report
+tables.py    scores over seeds, step times, tables
+figures.py   panels, learning curves, legends
+data.py      images, text and a table, from files that are installed
 """
 
-from experiments.harness.command import Experiment, Options, WrongAnswer, main, with_options
+from experiments.harness import data, figures, tables
+from experiments.harness.command import Experiment, Options, main, with_options
 from experiments.harness.results import (
     Record,
     Results,
@@ -18,6 +19,7 @@ from experiments.harness.results import (
     means,
     other_seeds,
 )
+from fasth.reproduce.timing import WrongAnswer
 
 __all__ = [
     "Experiment",
@@ -27,9 +29,12 @@ __all__ = [
     "Run",
     "WrongAnswer",
     "best_of_first_seed",
+    "data",
+    "figures",
     "finite",
     "main",
     "means",
     "other_seeds",
+    "tables",
     "with_options",
 ]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.harness.pool import in_parallel
 from experiments.harness.results import FILE, OtherExperiment, Record, Results, Run
-from fasth.reproduce.timing import WrongAnswer, environment
+from fasth.reproduce import timing
 
 BUILD = Path(__file__).parents[2] / "build"
 LEAST = {"workers": 0, "rounds": 1, "seeds": 0, "steps": 1}
@@ -62,7 +62,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     try:
         conditions = experiment.conditions()
         compared = () if options.report else ("versions", *conditions)
-        results = Results(path, experiment.found, environment("cpu") | conditions, compared)
+        results = Results(path, experiment.found, timing.environment("cpu") | conditions, compared)
         if not options.report:
             for runs in experiment.stages(options, results, console):
                 train_missing(experiment, runs, results, options.workers, console)
@@ -70,7 +70,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     except OtherExperiment as error:
         print(f"{error}. Take another --out, or --again to replace it", file=sys.stderr)
         return 2
-    except WrongAnswer as error:
+    except timing.WrongAnswer as error:
         print(f"Stopped, because an answer is wrong: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -90,8 +90,9 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None) -> Options:
     out = f"build/{experiment.name}"
     parser.add_argument("--quick", action="store_true", help="shorter trainings, fewer of them: a few minutes")
     parser.add_argument("--out", type=Path, help=f"where results go; default: {out}, with --quick {out}-quick")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(),
-                        help="processes, of one thread each; 0: train in this process; default: %(default)s")  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes; 0: this one; default: %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=experiment.rounds, help="timed steps; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="delete the results in the folder first")
     parser.add_argument("--report", action="store_true", help="train nothing: tables and figures of existing results")

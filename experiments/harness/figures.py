@@ -64,6 +64,6 @@ def curve(
         length: the steps, or the seconds, of the whole training.
         skip: points at the beginning, which are not drawn: they would leave no room for the differences.
     """
-    means = [math.nan if None in values else sum(values) / len(values) for values in zip(*curves, strict=True)]  # type: ignore[arg-type]
+    means = [math.nan if None in values else sum(values) / len(values) for values in zip(*curves, strict=True)]
     middles = [(i + 0.5) * length / len(means) for i in range(len(means))]
     panel.plot(middles[skip:], means[skip:], label=label, **style)

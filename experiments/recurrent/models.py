@@ -1,7 +1,8 @@
-"""The recurrent nets that ``recurrent.py`` compares. Each maps (time, batch, inputs) to (time, batch, hidden)."""
+"""The recurrent nets that are compared. Each maps (time, batch, inputs) to (time, batch, hidden)."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ from fasth.nn.recurrence import modrelu
 
 
 class Loop(nn.Module):
-    """A cell with modReLU as one writes it around an orthogonal weight: a loop over time, the weight formed once.
+    """A modReLU cell as people write it around an orthogonal weight: a loop over time, with the weight formed once.
 
     It starts as ``RNNSVD`` does.
     """
@@ -41,20 +42,16 @@ class Loop(nn.Module):
         return torch.stack(states), h
 
 
-def geotorch_orthogonal(linear: nn.Linear) -> None:
-    import geotorch
+def with_geotorch(constraint: str, **options: Any) -> Callable[[nn.Linear], None]:
+    """A function that puts a constraint of geotorch on a weight, which keeps its value."""
 
-    start = linear.weight.detach().clone()
-    geotorch.orthogonal(linear, "weight")
-    linear.weight = start
+    def constrain(linear: nn.Linear) -> None:
+        geotorch = importlib.import_module("geotorch")
+        start = linear.weight.detach().clone()
+        getattr(geotorch, constraint)(linear, "weight", **options)
+        linear.weight = start
 
-
-def geotorch_almost_orthogonal(linear: nn.Linear) -> None:
-    import geotorch
-
-    start = linear.weight.detach().clone()
-    geotorch.almost_orthogonal(linear, "weight", lam=0.01)
-    linear.weight = start
+    return constrain
 
 
 def by(constrain: Callable[[nn.Linear], object]) -> Callable[[int, int], nn.Module]:
@@ -67,8 +64,8 @@ METHODS: dict[str, Make] = {
     "nn.LSTM": nn.LSTM,
     "nn.GRU": nn.GRU,
     "torch orthogonal": by(parametrizations.orthogonal),
-    "geotorch orthogonal": by(geotorch_orthogonal),
-    "geotorch almost orthogonal": by(geotorch_almost_orthogonal),
+    "geotorch orthogonal": by(with_geotorch("orthogonal")),
+    "geotorch almost orthogonal": by(with_geotorch("almost_orthogonal", lam=0.01)),
     "RNNSVD": fasth.RNNSVD,
     "RNNSVD, eps = 0": lambda inputs, hidden: fasth.RNNSVD(inputs, hidden, eps=0),
     "RNNSVD, eps = 0, relu": lambda inputs, hidden: fasth.RNNSVD(inputs, hidden, nonlinearity="relu", eps=0),
@@ -84,7 +81,7 @@ def installed() -> list[str]:
 
 
 class Net(nn.Module):
-    """A recurrent net, and a linear layer that reads its states."""
+    """A recurrent net, and a linear layer from its states to the outputs."""
 
     def __init__(self, method: str, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -96,7 +93,7 @@ class Net(nn.Module):
 
 
 def groups(net: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Those of ``param_groups``. The orthogonal weights of others have a tenth of the rate, as those of expRNN."""
+    """``fasth.param_groups``; orthogonal weights of other libraries get a tenth of the rate, as in expRNN."""
     found = fasth.param_groups(net, lr=lr)
     slow = {
         id(p)
@@ -104,7 +101,7 @@ def groups(net: nn.Module, lr: float) -> list[dict[str, Any]]:
         if isinstance(module, parametrize.ParametrizationList)
         for p in module.parameters()
     }
-    of_others = [p for group in found for p in group["params"] if id(p) in slow]
+    others = [p for group in found for p in group["params"] if id(p) in slow]
     for group in found:
         group["params"] = [p for p in group["params"] if id(p) not in slow]
-    return [group for group in found if group["params"]] + ([{"params": of_others, "lr": lr / 10}] if of_others else [])
+    return [group for group in found if group["params"]] + ([{"params": others, "lr": lr / 10}] if others else [])

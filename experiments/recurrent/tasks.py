@@ -1,6 +1,6 @@
-"""What the recurrent nets of ``recurrent.py`` are to learn: to remember, to add, and to see images pixel by pixel.
+"""The tasks of the recurrent nets: copy memory, the adding problem, and images pixel by pixel.
 
-Batches are drawn anew for every step, and few images come twice, so that nothing can be learnt by heart.
+Every step draws a new batch, and few images come twice, so that nothing can be learnt by heart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from fasth.reproduce.study import data
+from experiments.harness import data
 
 SYMBOLS, RECALLED = 8, 10
 HELD_OUT = 2000  # images for the test
@@ -27,16 +27,16 @@ class Task:
     outputs: int
     steps: int
     batch_size: int
-    batch: Callable[[Generator], tuple[Tensor, Tensor]]  # (time, batch, inputs), and what to make of it
+    batch: Callable[[Generator], tuple[Tensor, Tensor]]  # inputs, (time, batch, inputs), and targets
     test: Callable[[], list[tuple[Tensor, Tensor]]]  # batches
-    loss: Callable[[Tensor, Tensor], Tensor]  # of the outputs at all times: (time, batch, outputs)
+    loss: Callable[[Tensor, Tensor], Tensor]  # from outputs, (time, batch, outputs), and targets
     score: Callable[[Tensor, Tensor], float]
-    unit: str  # of the score, with an arrow to where it is better
+    unit: str  # of the score, and an arrow: up where a larger score is better
 
 
 def copy_memory(length: int, steps: int, size: int) -> Task:
-    """Ten symbols, ``length`` blanks, and then the ten again: whoever forgets them has a loss of 1, guessing evenly."""
-    forgetful = RECALLED * math.log(SYMBOLS) / (length + 2 * RECALLED)
+    """Ten symbols, ``length`` blanks, then the ten symbols again. The loss of an even guess is scaled to 1."""
+    guessing = RECALLED * math.log(SYMBOLS) / (length + 2 * RECALLED)
 
     def batch(generator: Generator) -> tuple[Tensor, Tensor]:
         symbols = torch.randint(1, SYMBOLS + 1, (RECALLED, size), generator=generator)
@@ -53,14 +53,14 @@ def copy_memory(length: int, steps: int, size: int) -> Task:
         batch_size=size,
         batch=batch,
         test=lambda: drawn(batch),
-        loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()) / forgetful,
+        loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()) / guessing,
         score=lambda out, y: 100 * (out[-RECALLED:].argmax(-1) == y[-RECALLED:]).float().mean().item(),
         unit="% ↑",
     )
 
 
 def adding(length: int, steps: int, size: int) -> Task:
-    """The sum of two numbers of many, one of each half, which are marked. To say 1 always has an error of 1/6."""
+    """The sum of two marked numbers, one from each half of a sequence. The error of the answer 1 is 1/6."""
 
     def batch(generator: Generator) -> tuple[Tensor, Tensor]:
         numbers, marks, row = (
@@ -87,13 +87,13 @@ def adding(length: int, steps: int, size: int) -> Task:
 
 
 def drawn(batch: Callable[[Generator], tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Batches that no training has."""
+    """Batches for the test, with a seed that no training has."""
     generator = Generator().manual_seed(123_456)
     return [batch(generator) for _ in range(20)]
 
 
 def pixel_by_pixel(permuted: bool, steps: int, size: int) -> Task:
-    """The class of an image, of which the net sees one pixel at a time, in rows, or in an order of no meaning."""
+    """The class of an image that the net sees one pixel at a time, row by row or in a random order."""
 
     def prepared(images: Tensor) -> Tensor:
         return images.flatten(1)[:, order(permuted)].mT.unsqueeze(-1)

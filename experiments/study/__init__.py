@@ -1,6 +1,13 @@
-"""The study of learning: do networks that have SVDs learn as well as plain ones, and with which settings?
+"""The study: do networks that hold their weights as SVDs learn as well as plain ones, and at which rates?
 
-``make study`` runs it, ``docs/training.md`` says what it shows. A run is one training of one network: ``data`` has what
-is learned from, ``networks`` what learns, ``methods`` what its weights are, ``training`` how; ``experiments`` lists the
-runs, ``runner`` makes them, and ``tables`` and ``figures`` show them.
+    networks.py   the networks, with plain layers
+    tasks.py      a task: network, batches, loss and score
+    methods.py    how the weights are held, and the optimizer
+    training.py   one run, verified before and after
+    grid.py       the lists of runs
+    tables.py     the results as tables
+    figures.py    the results as figures
+    __main__.py   the command: ``make study``
+
+docs/training.md shows what it found.
 """

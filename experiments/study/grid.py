@@ -1,15 +1,16 @@
-"""Which runs the study consists of. Within an experiment every method has the same rates, seeds and batches."""
+"""The runs of the study. Within one of its parts every method has the same rates, seeds and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from fasth.reproduce.study import methods
-from fasth.reproduce.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
-from fasth.reproduce.study.tasks import CONV, DEEP, FIVE, FLOW_WHOLE, MLP, Task
-from fasth.reproduce.study.training import Run
+from experiments.harness import Run
+from experiments.study import methods
+from experiments.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
+from experiments.study.tasks import CONV, DEEP, FIVE, FLOW_WHOLE, MLP, Task
 
 NAMES = ("sweep", "equal time", "low rank", "factors", "peers", "starts", "long", "widths", "optimizers")
 FIXED_RATE = 1e-3
@@ -18,19 +19,19 @@ STARTS = (PLAIN, "plain, orthogonal start", "SVD, σ = 1", "SVD, linear")
 PEERS_WIDTH = 128
 
 Costs = dict[tuple[str, str], float]
-"""The median time of a step of a task with a method, over that with plain layers."""
+"""The time of a step, over the time with plain layers, by task and method."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """The size of a study."""
 
-    shortened: float  # what part of their steps all trainings take
+    shortened: float  # multiplies the steps of all trainings
     seeds: int
-    fewer_seeds: int  # where there are many runs
+    fewer_seeds: int  # for parts with many runs
     tasks: Sequence[Task]
     rates: Sequence[float]
-    fewer_rates: Sequence[float]  # where there are many runs
+    fewer_rates: Sequence[float]  # for parts with many runs
     rates_of_starts: Sequence[float]
     rates_of_adamw: Sequence[float]
     rates_of_sgd: Sequence[float]
@@ -79,19 +80,29 @@ QUICK = Grid(
 
 
 def runs(grid: Grid, costs: Costs, only: Iterable[str] = NAMES) -> list[Run]:
-    """All runs of these experiments."""
-    made = {
-        "sweep": lambda: _sweep(grid),
-        "equal time": lambda: _equal_time(grid, costs),
-        "factors": lambda: _factors(grid),
-        "low rank": lambda: _low_rank(grid),
-        "peers": lambda: _peers(grid),
-        "long": lambda: _long(grid),
-        "starts": lambda: _starts(grid),
-        "widths": lambda: _widths(grid),
-        "optimizers": lambda: _optimizers(grid),
+    """All runs of these parts of the study; the part is the run's label, "experiment"."""
+    few, compared = grid.fewer_seeds, (PLAIN, SVD, ORTHOGONAL)
+    sweep = _all(grid, grid.tasks, (PLAIN, SVD, ONE_RATE, ORTHOGONAL), grid.rates, grid.seeds)
+    sweep += _all(grid, [FLOW_WHOLE], (PLAIN, SVD), grid.rates, grid.seeds)
+    parts = {
+        "sweep": sweep,
+        "equal time": _equal_time(sweep, costs),
+        "low rank": _low_rank(grid),
+        "factors": _factors(grid),
+        "peers": _all(grid, [MLP], grid.peers, grid.fewer_rates, few, width=PEERS_WIDTH),
+        "starts": _all(grid, grid.starts, STARTS, grid.rates_of_starts, few),
+        "long": _all(grid, grid.tasks, (PLAIN, SVD), [FIXED_RATE], few, length=8),
+        # Half as long as the other trainings: those of width 1024 take most of the study's time.
+        "widths": [
+            run for width in grid.widths for run in _all(grid, [MLP], compared, grid.fewer_rates, few, width, 0.5)
+        ],
+        "optimizers": [
+            run
+            for optimizer, rates in (("AdamW", grid.rates_of_adamw), ("SGD", grid.rates_of_sgd))
+            for run in _all(grid, grid.tasks, compared, rates, few, optimizer=optimizer)
+        ],
     }
-    return [{"experiment": name, **run} for name in NAMES if name in only for run in made[name]()]
+    return [{"experiment": name, **run} for name in NAMES if name in only for run in parts[name]]
 
 
 def timed(grid: Grid) -> list[tuple[Task, int, tuple[str, ...]]]:
@@ -100,47 +111,54 @@ def timed(grid: Grid) -> list[tuple[Task, int, tuple[str, ...]]]:
     return [*compared, (MLP, PEERS_WIDTH, (PLAIN, *grid.peers))]
 
 
-def _run(
-    grid: Grid, task: Task, method: str, lr: float, seed: int, optimizer: str = "Adam", width: int = 0, **more: Any
-) -> Run:
-    steps = round(grid.shortened * task.steps)
-    settings = {"task": task.name, "method": method, "optimizer": optimizer, "lr": lr, "seed": seed}
-    return {**settings, "width": width or task.width, "steps": steps, **more}
-
-
-def _sweep(grid: Grid) -> list[Run]:
-    methods_of = {task: (PLAIN, SVD, ONE_RATE, ORTHOGONAL) for task in grid.tasks} | {FLOW_WHOLE: (PLAIN, SVD)}
+def _all(
+    grid: Grid,
+    tasks: Iterable[Task],
+    methods: Sequence[str],
+    rates: Sequence[float],
+    seeds: int,
+    width: int = 0,
+    length: float = 1.0,
+    optimizer: str = "Adam",
+    **more: Any,
+) -> list[Run]:
+    """Every combination; ``length`` multiplies the steps, ``more`` are further settings."""
     return [
-        _run(grid, task, method, lr, seed)
-        for task, compared in methods_of.items()
-        for method in compared
-        for lr in grid.rates
-        for seed in range(grid.seeds)
+        {
+            "task": task.name,
+            "method": method,
+            "optimizer": optimizer,
+            "lr": lr,
+            "seed": seed,
+            "width": width or task.width,
+            "steps": round(length * grid.shortened * task.steps),
+            **more,
+        }
+        for task, method, lr, seed in product(tasks, methods, rates, range(seeds))
     ]
 
 
-def _equal_time(grid: Grid, costs: Costs) -> list[Run]:
-    """Trainings that are shorter in steps, and as long in time as those with plain layers; each with its schedule."""
-    found = [run for run in _sweep(grid) if (run["task"], run["method"]) in costs and run["method"] != PLAIN]
+def _equal_time(sweep: Iterable[Run], costs: Costs) -> list[Run]:
+    """The sweep in the time that plain layers take: fewer steps, each training with a schedule of that length."""
+    found = [run for run in sweep if (run["task"], run["method"]) in costs and run["method"] != PLAIN]
     return [{**run, "steps": max(1, round(run["steps"] / costs[run["task"], run["method"]]))} for run in found]
 
 
 def _factors(grid: Grid) -> list[Run]:
-    """The rates of σ and of the reflectors times a factor, with both kinds of reflectors, and for SGD."""
+    """The rule's rate of σ, or of the reflectors, times a factor."""
     return [
-        _run(grid, task, method, lr, seed, optimizer) | ({} if factor == 1 else {of: factor})
+        run if factor == 1 else run | {changed: factor}
         for task, method, optimizer, lr in factor_rows(grid)
-        for of in ("sigma", "reflectors")
-        for factor in grid.factors
-        for seed in range(grid.fewer_seeds)
+        for changed, factor in product(("sigma", "reflectors"), grid.factors)
+        for run in _all(grid, [task], [method], [lr], grid.fewer_seeds, optimizer=optimizer)
     ]
 
 
 def factor_rows(grid: Grid) -> list[tuple[Task, str, str, float]]:
     """Tasks, methods, optimizers and rates with which the factors are tried."""
     full = (MLP, "SVD, full reflectors", "Adam", FIXED_RATE)
-    of_sgd = [(task, SVD, "SGD", SGD_RATE) for task in (MLP, CONV) if task in grid.tasks]
-    return [*((task, SVD, "Adam", FIXED_RATE) for task in grid.tasks), full, *of_sgd]
+    with_sgd = [(task, SVD, "SGD", SGD_RATE) for task in (MLP, CONV) if task in grid.tasks]
+    return [*((task, SVD, "Adam", FIXED_RATE) for task in grid.tasks), full, *with_sgd]
 
 
 def _low_rank(grid: Grid) -> list[Run]:
@@ -148,58 +166,4 @@ def _low_rank(grid: Grid) -> list[Run]:
     settings: list[tuple[str, dict[str, Any]]] = [(PLAIN, {"penalty": 0.0}), (SVD, {"penalty": 0.0})]
     settings += [(SVD, {"rank": rank}) for rank in grid.ranks]
     settings += [(SVD, {"penalty": penalty}) for penalty in grid.penalties]
-    return [
-        _run(grid, MLP, method, FIXED_RATE, seed, **more) for method, more in settings for seed in range(grid.seeds)
-    ]
-
-
-def _peers(grid: Grid) -> list[Run]:
-    return [
-        _run(grid, MLP, method, lr, seed, width=PEERS_WIDTH)
-        for method in grid.peers
-        for lr in grid.fewer_rates
-        for seed in range(grid.fewer_seeds)
-    ]
-
-
-def _starts(grid: Grid) -> list[Run]:
-    return [
-        _run(grid, task, method, lr, seed)
-        for task in grid.starts
-        for method in STARTS
-        for lr in grid.rates_of_starts
-        for seed in range(grid.fewer_seeds)
-    ]
-
-
-def _long(grid: Grid) -> list[Run]:
-    """Eight times as long, at the fixed rate."""
-    return [
-        {**_run(grid, task, method, FIXED_RATE, seed), "steps": 8 * round(grid.shortened * task.steps)}
-        for task in grid.tasks
-        for method in (PLAIN, SVD)
-        for seed in range(grid.fewer_seeds)
-    ]
-
-
-def _widths(grid: Grid) -> list[Run]:
-    """Half as long as the other trainings: those of 1024 take most of the study's time."""
-    return [
-        {**_run(grid, MLP, method, lr, seed, width=width), "steps": round(grid.shortened * MLP.steps / 2)}
-        for width in grid.widths
-        for method in (PLAIN, SVD, ORTHOGONAL)
-        for lr in grid.fewer_rates
-        for seed in range(grid.fewer_seeds)
-    ]
-
-
-def _optimizers(grid: Grid) -> list[Run]:
-    rates = {"AdamW": grid.rates_of_adamw, "SGD": grid.rates_of_sgd}
-    return [
-        _run(grid, task, method, lr, seed, optimizer)
-        for optimizer, its_rates in rates.items()
-        for task in grid.tasks
-        for method in (PLAIN, SVD, ORTHOGONAL)
-        for lr in its_rates
-        for seed in range(grid.fewer_seeds)
-    ]
+    return [run for method, more in settings for run in _all(grid, [MLP], [method], [FIXED_RATE], grid.seeds, **more)]

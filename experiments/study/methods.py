@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fasth
-from fasth.reproduce.study.networks import hidden_layers, layers
+from experiments.study.networks import hidden_layers, layers
 
 PLAIN, SVD, ONE_RATE, ORTHOGONAL = "plain", "SVD", "SVD, one rate", "orthogonal"
 WEIGHT_DECAY = 0.1

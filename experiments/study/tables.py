@@ -1,102 +1,81 @@
-"""What the study found, as tables: means over seeds, ± their standard deviation."""
+"""The results of the study as tables: means over seeds, ± their standard deviation."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from fasth.reproduce.study import experiments
-from fasth.reproduce.study.experiments import FIXED_RATE, PEERS_WIDTH, STARTS, Costs, Grid
-from fasth.reproduce.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
-from fasth.reproduce.study.runner import Record, key
-from fasth.reproduce.study.tasks import FLOW_WHOLE, MLP, TASKS, Task
-from fasth.reproduce.study.training import CUTS
-from fasth.reproduce.tables import Table, number
+from experiments.harness import Record
+from experiments.harness.results import key
+from experiments.harness.tables import Score, Table, number, score
+from experiments.study import grid as grids
+from experiments.study.grid import FIXED_RATE, PEERS_WIDTH, STARTS, Costs, Grid
+from experiments.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
+from experiments.study.tasks import FLOW_WHOLE, MLP, TASKS, Task
+from experiments.study.training import CUTS, FOUND
 
 COMPARED = (PLAIN, SVD, ORTHOGONAL)
 
 
-class Score(NamedTuple):
-    """Of some runs that differ in their seed; not a number if one of them diverged."""
-
-    mean: float
-    spread: float  # the standard deviation; 0 of a single run
-
-    def __str__(self) -> str:
-        digits = 2 if self.mean > 10 else 3
-        return "diverged" if math.isnan(self.mean) else f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
-
-
 class Study:
-    """The records of a study, found by the experiment that asks for them."""
+    """The records of a study, by the part of the study that asks for them."""
 
     def __init__(self, grid: Grid, records: Sequence[Record]) -> None:
         self.grid = grid
-        self._of = {key(record): record for record in records}
-        self.ms = {
-            (record["task"], record["width"], record["method"]): record["ms"]
-            for record in records
-            if record["experiment"] == "cost"
-        }
+        costs = [record for record in records if record["experiment"] == "cost"]
+        self.ms = {(record["task"], record["width"], record["method"]): record["ms"] for record in costs}
         self.costs: Costs = {
             (task, method): ms / self.ms[task, width, PLAIN]
             for (task, width, method), ms in self.ms.items()
             if width == TASKS[task].width
         }
+        by_key = {key(record, FOUND): record for record in records}
+        self._parts: dict[str, list[Record]] = defaultdict(list)
+        for run in grids.runs(grid, self.costs) if self.costs else ():
+            if record := by_key.get(key(run, FOUND)):
+                self._parts[run["experiment"]].append(record)
 
-    def of(self, experiment: str, **settings: Any) -> list[Record]:
-        """The records of an experiment with these settings, as far as they were made; a setting of None: without it."""
-        runs = experiments.runs(self.grid, self.costs, [experiment]) if self.costs else []
-        found = (self._of.get(key(run)) for run in runs)
+    def of(self, part: str, **settings: Any) -> list[Record]:
+        """The records of a part of the study with these settings; None means without that setting."""
         return [
-            record
-            for record in found
-            if record is not None and all(record.get(name) == value for name, value in settings.items())
+            record for record in self._parts[part] if all(record.get(name) == value for name, value in settings.items())
         ]
 
 
-def score(records: Iterable[Record], of: Callable[[Record], float | None] = lambda r: r["score"]) -> Score | None:
-    """None if there are none."""
-    values = [of(record) for record in records]
-    if not values:
-        return None
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
-        return Score(math.nan, math.nan)
-    return Score(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0)
+def mean(records: Iterable[Record], value: Callable[[Record], float | None] = lambda r: r["score"]) -> Score | None:
+    """The mean score, or another value, over seeds; None without records."""
+    return score(map(value, records))
 
 
 def by_rate(records: Iterable[Record]) -> dict[float, Score | None]:
-    of_rate = defaultdict(list)
+    groups = defaultdict(list)
     for record in records:
-        of_rate[record["lr"]].append(record)
-    return {lr: score(of_rate[lr]) for lr in sorted(of_rate)}
+        groups[record["lr"]].append(record)
+    return {lr: mean(groups[lr]) for lr in sorted(groups)}
 
 
 def best(task: Task, records: Iterable[Record]) -> tuple[float, Score] | None:
-    """The best rate, and the score there."""
-    found = [(lr, value) for lr, value in by_rate(records).items() if value and not math.isnan(value.mean)]
+    """The best rate, and its score."""
+    found = [(lr, value) for lr, value in by_rate(records).items() if value and not value.diverged]
     return (max if task.higher_is_better else min)(found, key=lambda one: one[1].mean) if found else None
 
 
 def _cell(value: Score | None) -> str:
-    return "–" if value is None else str(value)
+    return "–" if value is None else value.text(2 if value.mean > 10 else 3)
 
 
 def _best_cell(task: Task, records: Sequence[Record]) -> str:
     found = best(task, records)
-    return f"{found[1]} ({found[0]:g})" if found else "diverged" if records else "–"
+    return f"{_cell(found[1])} ({found[0]:g})" if found else "diverged" if records else "–"
 
 
 def _label(task: Task) -> str:
     return f"{task.name}, {task.unit} {'↑' if task.higher_is_better else '↓'}"
 
 
-def tables(study: Study) -> dict[str, Table]:
-    """By name; those without results are left out."""
+def study_tables(study: Study) -> dict[str, Table]:
+    """The tables that there are results for, by name."""
     made = {
         "fixed": _fixed(study),
         "best": _best(study, "sweep", (PLAIN, SVD, ONE_RATE, ORTHOGONAL), "Best of the sweep, Adam (its rate)"),
@@ -116,7 +95,7 @@ def tables(study: Study) -> dict[str, Table]:
 def _fixed(study: Study) -> Table:
     methods = (PLAIN, SVD, ONE_RATE, ORTHOGONAL)
     rows = [
-        [_label(task), *(_cell(score(study.of("sweep", task=task.name, method=m, lr=FIXED_RATE))) for m in methods)]
+        [_label(task), *(_cell(mean(study.of("sweep", task=task.name, method=m, lr=FIXED_RATE))) for m in methods)]
         for task in (*study.grid.tasks, FLOW_WHOLE)
         if study.of("sweep", task=task.name)
     ]
@@ -143,8 +122,8 @@ def _equal_time(study: Study) -> Table:
         if not plain or not all(shorter.values()):
             continue
         costs = [number(study.costs[task.name, method]) for method in shorter]
-        fixed = [_cell(score(r for r in of if r["lr"] == FIXED_RATE)) for of in (plain, shorter[SVD])]
-        rows.append([_label(task), *costs, *fixed, *(_best_cell(task, of) for of in (plain, *shorter.values()))])
+        fixed = [_cell(mean(r for r in records if r["lr"] == FIXED_RATE)) for records in (plain, shorter[SVD])]
+        rows.append([_label(task), *costs, *fixed, *(_best_cell(task, found) for found in (plain, *shorter.values()))])
     columns = ["task", "cost of a step: SVD", "orthogonal", "plain at 1e-3", "SVD", "plain, best", "SVD", "orthogonal"]
     return Table("In the time that plain layers take, Adam; steps timed in turns, with all threads", columns, rows)
 
@@ -160,20 +139,20 @@ def _widths(study: Study) -> Table:
 
 def _factors(study: Study) -> Table:
     rows = []
-    for of, what in (("sigma", "σ"), ("reflectors", "reflectors")):
-        for task, method, optimizer, lr in experiments.factor_rows(study.grid):
+    for changed, symbol in (("sigma", "σ"), ("reflectors", "reflectors")):
+        for task, method, optimizer, lr in grids.factor_rows(study.grid):
             records = study.of("factors", task=task.name, method=method, optimizer=optimizer)
-            cells = [_cell(score(of_factor(records, of, factor))) for factor in study.grid.factors]
+            cells = [_cell(mean(with_factor(records, changed, factor))) for factor in study.grid.factors]
             if records:
-                rows.append([what, f"{method}, {optimizer} at {lr:g}", _label(task), *cells])
+                rows.append([symbol, f"{method}, {optimizer} at {lr:g}", _label(task), *cells])
     columns = ["rate of", "", "task", *(f"× {factor:g}" for factor in study.grid.factors)]
     return Table("The rule's rates times a factor", columns, rows)
 
 
-def of_factor(records: Sequence[Record], of: str, factor: float) -> list[Record]:
-    """Those where one of the two rates is the rule's times this factor, and the other one the rule's."""
-    other = {"sigma": "reflectors", "reflectors": "sigma"}[of]
-    return [record for record in records if record.get(of, 1) == factor and other not in record]
+def with_factor(records: Sequence[Record], changed: str, factor: float) -> list[Record]:
+    """The records with one of the two rates at the rule's times ``factor``, and the other one at the rule's."""
+    other = {"sigma": "reflectors", "reflectors": "sigma"}[changed]
+    return [record for record in records if record.get(changed, 1) == factor and other not in record]
 
 
 def _long(study: Study) -> Table:
@@ -181,7 +160,7 @@ def _long(study: Study) -> Table:
         [
             _label(task),
             str(study.of("long", task=task.name)[0]["steps"]),
-            *(_cell(score(study.of("long", task=task.name, method=m))) for m in (PLAIN, SVD)),
+            *(_cell(mean(study.of("long", task=task.name, method=m))) for m in (PLAIN, SVD)),
         ]
         for task in study.grid.tasks
         if study.of("long", task=task.name)
@@ -205,24 +184,23 @@ def _low_rank(study: Study) -> Table:
     for penalty in study.grid.penalties:
         trained[f"SVD, penalty {penalty:g}"] = study.of("low rank", penalty=penalty)
     for name, records in trained.items():
-        for then, of in (("cut", "score"), ("cut, a tenth more training", "trained on")):
+        for then, value in (("cut", "score"), ("cut, a tenth more training", "trained on")):
             if records:
-                rows.append(
-                    [f"{name}, {then}", _cell(score(records)), *(_cell(cut_score(records, p, of)) for p in CUTS)]
-                )
+                cells = [_cell(cut_score(records, part, value)) for part in CUTS]
+                rows.append([f"{name}, {then}", _cell(mean(records)), *cells])
     thin = {rank: study.of("low rank", rank=rank) for rank in study.grid.ranks}
     if plain and all(thin.values()):
         sizes = {rank: records[0]["parameters"] / plain[0]["parameters"] for rank, records in thin.items()}
         nearest = [min(sizes, key=lambda rank, part=part: abs(sizes[rank] - part)) for part in CUTS]  # type: ignore[misc]
         parts = ", ".join(f"{100 * size:.0f} % (rank {rank})" for rank, size in sizes.items())
         name = f"thin from the start: {parts}"
-        rows.append([name, "", *(_cell(score(thin[rank])) for rank in nearest)])
+        rows.append([name, "", *(_cell(mean(thin[rank])) for rank in nearest)])
     columns = ["MLP, % ↑", "whole", *(f"{100 * part:.0f} % of the parameters" for part in CUTS)]
     return Table(f"Accuracy of smaller networks, Adam at {FIXED_RATE:g}", columns, rows)
 
 
-def cut_score(records: Sequence[Record], part: float, of: str) -> Score | None:
-    return score(records, lambda record: record["cut"][str(part)][of])
+def cut_score(records: Sequence[Record], part: float, value: str) -> Score | None:
+    return mean(records, lambda record: record["cut"][str(part)][value])
 
 
 def _peers(study: Study) -> Table:
@@ -232,7 +210,7 @@ def _peers(study: Study) -> Table:
         found = best(MLP, records)
         ms = study.ms.get((MLP.name, PEERS_WIDTH, method))
         if found and ms:
-            loss = score((r for r in records if r["lr"] == found[0]), lambda r: r["curve"][-1])
+            loss = mean((r for r in records if r["lr"] == found[0]), lambda r: r["curve"][-1])
             plain = study.ms[MLP.name, PEERS_WIDTH, PLAIN]
             rows.append([method, _best_cell(MLP, records), _cell(loss), number(ms / plain)])
     columns = ["orthogonal layers by", "accuracy, % (its rate)", "training loss", "step, × plain"]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from fasth.reproduce.study import data, networks
+from experiments.harness import data
+from experiments.study import networks
 
 CONTEXT = 64  # characters that the transformer sees
 

@@ -1,36 +1,33 @@
-"""One run: a network trained with one method, verified before and after, and what came of it."""
+"""One run: a network trained with one method, and verified before and after."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Generator, nn
 
 import fasth
-from fasth.reproduce.study import methods
-from fasth.reproduce.study.networks import count_parameters
-from fasth.reproduce.study.tasks import TASKS, Task
+from experiments.harness import Record, Run, WrongAnswer, means
+from experiments.study import methods
+from experiments.study.networks import count_parameters
+from experiments.study.tasks import TASKS, Task
 
-Run = dict[str, Any]
-"""The settings of a run, which are also its name: "experiment", "task", "method", "optimizer", "lr", "seed", "width",
-"steps", and, where an experiment is about it, "sigma", "reflectors", "rank" or "penalty"."""
-
-POINTS = 30  # of a learning curve
-CUTS = (0.05, 0.1, 0.2)  # of the parameters
-
-
-class WrongAnswer(AssertionError):
-    """A network does not compute what it should: no result of it is worth writing down."""
+# A run has the settings "experiment", "task", "method", "optimizer", "lr", "seed", "width" and "steps", and some have
+# "sigma", "reflectors", "rank" or "penalty". The results are:
+FOUND = ("seconds", "parameters", "curve", "score", "cut", "ms")
+POINTS = 30  # in a learning curve
+CUTS = (0.05, 0.1, 0.2)  # parts of the parameters that are left
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run, _: Path) -> Record:
     """The score, the learning curve and the seconds of a run.
 
-    The seed gives the network, before any conversion, and the batches: all methods start from the same ones.
+    The seed decides the network before its conversion, and the batches: all methods start from the same ones.
     """
     task = TASKS[run["task"]]
     torch.manual_seed(run["seed"])
@@ -38,8 +35,8 @@ def train(run: Run) -> dict[str, Any]:
     start = time.perf_counter()
     losses = fit(model, task, run, Generator().manual_seed(1000 + run["seed"]))
     seconds = round(time.perf_counter() - start, 3)
-    found: dict[str, Any] = {"seconds": seconds, "parameters": count_parameters(model), "curve": _means(losses)}
-    found["score"] = None  # it diverged
+    found: Record = {"seconds": seconds, "parameters": count_parameters(model), "curve": means(losses, POINTS, 4)}
+    found["score"] = None  # stays None if it diverged
     if math.isfinite(losses[-1]) and all(parameter.isfinite().all() for parameter in model.parameters()):
         found["score"] = _score(model, task)
         check_weights(model)
@@ -60,7 +57,7 @@ def fit(model: nn.Module, task: Task, run: Run, generator: Generator) -> list[fl
 
 
 def converted(model: nn.Module, run: Run, task: Task) -> nn.Module:
-    """The network as the method holds it; the same function where the method promises that."""
+    """The network with its weights held as the method does; verified where the method keeps the function."""
     if "rank" in run:
         return methods.to_thin(model, run["rank"])
     if run["method"] in methods.PEERS:
@@ -93,7 +90,7 @@ def step(model: nn.Module, task: Task, batch: Any, optimizer: torch.optim.Optimi
 
 @torch.no_grad()
 def check_weights(model: nn.Module) -> None:
-    """Whether U and V are still orthogonal: then the dense weight has the singular values that the layer holds."""
+    """Checks that the dense weights have the singular values that the layers hold: U and V are still orthogonal."""
     for W, sigma in methods.weights(model):
         expected = sigma.detach().double().abs().sort(descending=True).values
         got = torch.linalg.svdvals(W.double())[: len(expected)]
@@ -103,10 +100,10 @@ def check_weights(model: nn.Module) -> None:
 
 
 def cut(model: nn.Module, part: float, task: Task, run: Run) -> dict[str, float]:
-    """The score after the smallest singular values are cut off, so that at most this part of the parameters is left;
-    and that after a tenth of the training more.
+    """Cuts off the smallest singular values until at most this part of the parameters is left: the score then, and
+    the score after a tenth more training.
 
-    The same part of the energy stays in each layer but the last, which is small, and needs all of its rank.
+    Every layer keeps the same part of its energy, except the last one, which is small and needs its whole rank.
     """
     *_, last = (name for name, module in model.named_modules() if isinstance(module, (nn.Linear, fasth.LinearSVD)))
     whole = count_parameters(fasth.to_dense(model))
@@ -133,14 +130,3 @@ def cut(model: nn.Module, part: float, task: Task, run: Run) -> dict[str, float]
 @torch.no_grad()
 def _score(model: nn.Module, task: Task) -> float:
     return round(task.score(model.eval()), 4)
-
-
-def _means(losses: list[float]) -> list[float | None]:
-    """Over POINTS parts of the training."""
-    parts = torch.tensor(losses, dtype=torch.float64).tensor_split(min(POINTS, len(losses)))
-    return [_finite(part.mean().item()) for part in parts]
-
-
-def _finite(value: float) -> float | None:
-    """None for what JSON cannot hold: the run diverged."""
-    return round(value, 4) if math.isfinite(value) else None
