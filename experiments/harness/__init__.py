@@ -8,7 +8,6 @@ figures.py   panels, learning curves, legends
 data.py      images, text and a table, from files that are installed
 """
 
-from experiments.harness import data, figures, tables
 from experiments.harness.command import Experiment, Options, main, with_options
 from experiments.harness.results import (
     Record,
@@ -29,12 +28,9 @@ __all__ = [
     "Run",
     "WrongAnswer",
     "best_of_first_seed",
-    "data",
-    "figures",
     "finite",
     "main",
     "means",
     "other_seeds",
-    "tables",
     "with_options",
 ]
