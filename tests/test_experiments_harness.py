@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import operator
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,3 +235,10 @@ def test_text_and_table():
     noisy = table.noisy(table.training.repeat(20, 1), Generator().manual_seed(0))
     torch.testing.assert_close(noisy.mean(0), torch.zeros(64), rtol=0, atol=0.03)
     torch.testing.assert_close(noisy.var(0), torch.ones(64), rtol=0, atol=0.03)
+
+
+def test_the_package_imports_no_experiment():
+    sources = list(Path(harness.__file__).parents[2].glob("src/**/*.py"))
+    assert len(sources) > 50
+    for path in sources:
+        assert not re.search(r"^\s*(from|import) experiments\b", path.read_text(encoding="utf-8"), re.MULTILINE), path

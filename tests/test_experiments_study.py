@@ -19,12 +19,13 @@ from experiments.study.__main__ import EXPERIMENT
 from experiments.study.methods import ONE_RATE, ORTHOGONAL, PLAIN, SVD
 from experiments.study.tasks import FIVE, FLOW_WHOLE, MLP, TASKS
 
+SMALL = replace(MLP, width=32)
 TINY = replace(
     grid.QUICK,
     shortened=0.01,
     seeds=1,
-    tasks=(MLP,),
-    starts=(MLP,),
+    tasks=(SMALL,),
+    starts=(SMALL,),
     widths=(8, 16),
     rates=(1e-3,),
     factors=(1.0,),
@@ -41,12 +42,18 @@ def a_run(**settings) -> harness.Run:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+def make_tiny(patch):
+    patch.setattr(grid, "QUICK", TINY)
+    patch.setattr(grid, "MLP", SMALL)
+    patch.setitem(TASKS, "MLP", SMALL)
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a tiny study, and the lines of its results file."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grid, "QUICK", TINY)
+        make_tiny(patch)
         assert harness.main(EXPERIMENT, [*QUICKLY, "--out", str(folder)]) == 0
     return folder, (folder / "results.jsonl").read_text().splitlines(keepends=True)
 
@@ -142,7 +149,7 @@ def test_the_command_reports(finished):
 
 def test_the_command_resumes(finished, tmp_path, monkeypatch):
     _, lines = finished
-    monkeypatch.setattr(grid, "QUICK", TINY)
+    make_tiny(monkeypatch)
     monkeypatch.setattr(figures, "draw", lambda study, folder: [])
     file = tmp_path / "results.jsonl"
     file.write_text("".join(lines[:-1]) + lines[-1][:20])  # as if interrupted in the last run

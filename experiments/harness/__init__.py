@@ -1,11 +1,13 @@
 """What all experiments share.
 
-results.py   the results file: one record for each finished run
-pool.py      worker processes and the progress bar
-command.py   the command: options, training of missing runs, report
-tables.py    scores over seeds, step times, tables
-figures.py   panels, learning curves, legends
-data.py      images, text and a table, from files that are installed
+README.md beside this folder says how an experiment uses it. Its files:
+
+    results.py   the results file: one record for each finished run
+    pool.py      worker processes and the progress bar
+    command.py   the command: options, training of missing runs, report
+    tables.py    scores over seeds, step times, tables
+    figures.py   panels, learning curves, legends
+    data.py      images, text and a table, from files that are installed
 """
 
 from experiments.harness.command import Experiment, Options, main, with_options
