@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from tables import machine, tables
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce import runner
 from fasth.reproduce.command import show
 from fasth.reproduce.experiments import Experiment
@@ -78,7 +78,7 @@ def main() -> int:
         show(table)
     rich.print(f"[dim]{machine(found)}")
     if options.out:
-        files.write(options.out, runner.text(found))
+        _files.write(options.out, runner.text(found))
         rich.print(f"[dim]Written to {options.out}")
     for fault in faults(found):
         console.print(fault, style="red", markup=False)

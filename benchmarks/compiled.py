@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fasth
-from fasth.timing import compare
+from fasth.tools.timing import compare
 
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "nn.Linear": nn.Linear,

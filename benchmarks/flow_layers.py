@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasth.flows import HouseholderTransform, QRTransform, SylvesterTransform
-from fasth.timing import compare
+from fasth.tools.timing import compare
 
 Flow = Callable[..., tuple[Tensor, Tensor]]
 LARGEST = 1 << 23  # entries of V; the loop saves five times as many for backward

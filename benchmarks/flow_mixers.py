@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasth.timing import compare
+from fasth.tools.timing import compare
 
 sys.path.append(str(Path(__file__).parents[1]))
 from experiments.flow.models import MIXERS, installed

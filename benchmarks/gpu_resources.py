@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasth import files
+from fasth import _files
+from fasth.reflections.plan import COMPACT, FORMS, SAVE_T, TRITON, Plan
 
 FILE = Path(__file__).parent / "gpu" / "resources.md"
 SIZES = (64, 100, 128, 256, 400, 512, 1000, 1024, 2048)  # some of them no multiples of 16
@@ -58,7 +59,7 @@ class Launch:
     def flags(self) -> str:
         names = ("LAST_FIRST", "TRANSPOSE", "RECORD", "SCALED", "HAS_BIAS", "SHARED", "OF_IDENTITY")
         constants = dict(self.constants)
-        form = ("full", "triangular", "compact", "signed")[constants["KIND"]] if "KIND" in constants else ""
+        form = FORMS[constants["FORM"]] if "FORM" in constants else ""
         precision = constants.get("PRECISION", "")
         said = [form, precision, *(name.lower().replace("_", " ") for name in names if constants.get(name))]
         return ", ".join(word for word in said if word)
@@ -71,22 +72,20 @@ class Resources:
     shared: int  # bytes
 
 
-def launches(sizes: Iterable[int], dtypes: Iterable[str] = ("float32",), tuned: bool = True) -> list[Launch]:
+def launches(
+    sizes: Iterable[int], dtypes: Iterable[str] = ("float32",), precisions: Iterable[str] = ("ieee", "tf32")
+) -> list[Launch]:
     """All that a training step launches, of a matrix of every form and of a LinearSVD, of these sizes: each once.
 
-    With every number of warps that tuning may choose, and both precisions of the gradient.
+    The gradient with products of all these precisions.
     """
     from fasth.reflections.triton import launch
 
     found: dict[Launch, None] = {}
 
     def observe(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> None:
-        found[_launch(kernel, options, arguments)] = None
-        if kernel.__name__ == "sweep" and tuned:
-            for warps in launch.SWEEP_WARPS[arguments["D"]]:
-                found[_launch(kernel, {**options, "num_warps": warps}, arguments)] = None
-        if "PRECISION" in arguments and tuned:
-            found[_launch(kernel, options, {**arguments, "PRECISION": "tf32"})] = None
+        for precision in precisions if "PRECISION" in arguments else [""]:
+            found[_launch(kernel, options, {**arguments, "PRECISION": precision})] = None
 
     launch.observers.append(observe)
     try:
@@ -105,15 +104,16 @@ def _step(d: int, dtype: torch.dtype) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x, V, vector = empty(32, d), empty(d, d), empty(d)
-    for kind in range(4):
+    for form in range(len(FORMS)):
+        plan = Plan(TRITON, form, save=SAVE_T, copy_output=True)
         for transpose in (False, True):
-            out, T, scale = launch.householder(x, V, transpose, kind, True)
-            launch.householder_backward(x, out, V, T, scale, transpose, kind, True, True)
-        launch.householder(x, V, False, kind, True, of_identity=True)
-    for V_side in (None, empty(d, d)):
-        _, *saved = launch.svd_linear(x, V, vector, V_side, vector, launch.SIGNED, True)
-        inner, product, *rest = saved
-        launch.svd_linear_backward(x, inner, product, V, vector, V_side, *rest, launch.SIGNED, [True] * 5)
+            of_Q = plan._replace(transpose=transpose)
+            _, *saved = launch.householder(x, V, of_Q)
+            launch.householder_backward(x, None, V, saved, [True, True], of_Q)
+        launch.householder(x, V, plan._replace(of_identity=True, copy_output=False))
+        for V_side in (None, empty(d, d)) if form == COMPACT else (empty(d, d),):
+            _, *saved = launch.svd_linear(x, V, vector, V_side, vector, plan)
+            launch.svd_linear_backward(x, None, V, vector, V_side, saved, [True] * 5, plan)
 
 
 def _launch(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> Launch:
@@ -245,7 +245,7 @@ def main() -> int:
     text = f"{table(found)} By `make gpu-resources`, with Triton {triton.__version__}; nothing was run."
     print(text)
     if options.write:
-        files.write(FILE, text + "\n")
+        _files.write(FILE, text + "\n")
     return 0
 
 

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.figures import RC, file
 from fasth.reproduce.methods import COMPACT, LINEAR
 from fasth.reproduce.tables import by, number, ratio, select
@@ -60,7 +60,7 @@ def main() -> None:
         for panel, (task, title) in zip(curves, TASKS.items(), strict=True):
             draw_curves(panel, [r for r in records if r["experiment"] == "long" and r["task"] == task])
             panel.set_title(title)
-        files.write(options.out, file(figure, "png"))
+        _files.write(options.out, file(figure, "png"))
 
 
 def draw_costs(panel: Axes, measured: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fasth
 from fasth import RNNSVD, LinearOrthogonal, LinearSVD
-from fasth.environment import describe
+from fasth.tools.environment import describe
 
 D, ROWS, LR = 64, 32, 1e-3
 EPS = torch.finfo(torch.float32).eps

@@ -16,7 +16,7 @@ from typing import Any
 
 from tables import machine, tables
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.tables import counts, headlines, markdown
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -30,7 +30,7 @@ SHOWN = ["figure-3a", "figure-4"]  # of the figures
 FILES = {
     "flows.md": {"flow": "flow/tables.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
-    "gpu.md": {"gpu resources": "gpu/resources.md", "gpu estimates": "gpu/estimates.md"},
+    "gpu.md": {"gpu resources": "gpu/resources.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
     "adapters.md": {"adapters": "adapters/table.md"},
     "reliability.md": {"reliability fuzz": "reliability/fuzz.md", "reliability training": "reliability/training.md"},
@@ -77,7 +77,7 @@ def update(page: Path, blocks: dict[str, str], check: bool) -> int:
         print(f"{page} does not show what was measured last; `make readme` puts that right", file=sys.stderr)
         return 1
     if new != old:
-        files.write(page, new)
+        _files.write(page, new)
     return 0
 
 

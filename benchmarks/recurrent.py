@@ -23,10 +23,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fasth
-from fasth import files
-from fasth.environment import describe
+from fasth import _files
 from fasth.reproduce import memory
-from fasth.timing import compare
+from fasth.tools.environment import describe
+from fasth.tools.timing import compare
 
 sys.path.append(str(Path(__file__).parents[1]))
 from experiments.harness.tables import Table, markdown, show
@@ -149,7 +149,7 @@ def main() -> None:
     if options.out:
         machine = describe()
         made = f"{machine['cpu']}, {machine['threads']} threads, float32, torch {torch.__version__}."
-        files.write(options.out, "\n\n".join([*map(markdown, tables), made]) + "\n")
+        _files.write(options.out, "\n\n".join([*map(markdown, tables), made]) + "\n")
 
 
 if __name__ == "__main__":

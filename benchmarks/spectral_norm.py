@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import fasth
-from fasth import files
-from fasth.environment import describe
+from fasth import _files
 from fasth.reproduce.tables import Table, markdown
-from fasth.timing import compare
+from fasth.tools.environment import describe
+from fasth.tools.timing import compare
 
 OUT = Path(__file__).parent / "spectra" / "norms.md"
 SIZES = (64, 128, 128, 128, 1)
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     report = "\n\n".join([*tables, textwrap.fill(note, 120)])
     print(report)
-    files.write(options.out, report + "\n")
+    _files.write(options.out, report + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from xml.etree import ElementTree
 
 from readme import filled
 
-from fasth import environment, files
+from fasth import _files
+from fasth.tools import environment
 
 HERE = Path(__file__).parent
 
@@ -45,7 +46,7 @@ def update(page: Path, block: str, check: bool) -> int:
         print(f"{page} lacks a record of `make test-torch`; `make versions` puts that right", file=sys.stderr)
         return 1
     if new != old:
-        files.write(page, new)
+        _files.write(page, new)
     return 0
 
 
@@ -77,7 +78,7 @@ def revision() -> str | None:
 def write(found: dict[str, Any], folder: Path) -> Path:
     python, torch = versions(found)
     path = folder / f"python{python[0]}.{python[1]}-torch{'.'.join(map(str, torch))}.json"
-    files.write(path, json.dumps(found, indent=2) + "\n")
+    _files.write(path, json.dumps(found, indent=2) + "\n")
     return path
 
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fasth import files
+from fasth import _files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "examples.md"
@@ -104,7 +104,7 @@ def show(name: str, printed: str) -> None:
     _, found_too, after = rest.partition(end)
     if not (found and found_too):
         raise SystemExit(f"{PAGE} should have a line {start} and, below it, a line {end}")
-    files.write(PAGE, f"{before}{start}\n{block}\n{end}{after}")
+    _files.write(PAGE, f"{before}{start}\n{block}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import fasth
-from fasth import files
+from fasth import _files
 from fasth.reproduce.tables import Table, markdown
 
 WIDTH, RANK, REFLECTORS, BATCH = 128, 4, 8, 32
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     report = "\n\n".join([*tables, textwrap.fill(note, 120)])
     print(report)
-    files.write(options.out / "table.md", report + "\n")
+    _files.write(options.out / "table.md", report + "\n")
     draw(results, options.out / "adapters.png")
     print(f"\nThe table and a picture are in {options.out}.")
 

@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import fasth
-from fasth.environment import describe
+from fasth.tools.environment import describe
 
 # The usual setting for both networks, AdamW with its defaults: none was chosen for this demo.
 BATCH, LEARNING_RATE, WEIGHT_DECAY = 32, 1e-3, 0.01

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fasth.reflections import core, plan
+from fasth.reflections import core, planner
 
 # New examples on every run at home; the same ones where a run decides whether a change goes in.
 settings.register_profile("ci", derandomize=True)
@@ -32,7 +32,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
 
 
-KERNELS = plan.kernels_setting() == "cpu"  # this process interprets the Triton kernels
+KERNELS = planner.kernels_setting() == "cpu"  # this process interprets the Triton kernels
 collect_ignore = [] if KERNELS else ["test_kernels.py"]
 if KERNELS:
     import numpy
@@ -80,6 +80,6 @@ def seeded() -> None:
 @pytest.fixture
 def nothing_remembered():
     """Plans that are made in the test, and forgotten after it."""
-    plan.forget_plans()
+    planner.forget_plans()
     yield
-    plan.forget_plans()
+    planner.forget_plans()

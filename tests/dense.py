@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasth.problems import gradient_of
+from fasth.tools.problems import gradient_of
 
 
 def assert_matches_dense(

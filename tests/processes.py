@@ -10,7 +10,7 @@ from pathlib import Path
 
 def python(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs it in this directory, with the given environment in place of any choice of core in our own."""
-    chosen = ("FASTH_BACKEND", "FASTH_CORE", "FASTH_ISA")
+    chosen = ("FASTH_BACKEND", "FASTH_ISA")
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     return subprocess.run(
         [sys.executable, *arguments],

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from fasth.problems import assert_all_close, from_definition, with_gradients, zero_rows
 from fasth.reflections import definition
 from fasth.reproduce import baselines, methods, printed
 from fasth.reproduce.timing import verify
+from fasth.tools.problems import assert_all_close, from_definition, with_gradients, zero_rows
 
 ALGORITHMS = {
     "sequential": baselines.sequential,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fasth import files
-from fasth.cli import main
+from fasth import _files
 from fasth.reproduce.methods import LINEAR
+from fasth.tools.cli import main
 
 pytest.importorskip("rich", reason="rich is not installed; it comes with fasth[reproduce]")
 
@@ -124,9 +124,9 @@ def test_the_pages_show_what_was_measured(commands, monkeypatch):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    files.write(path, "old")
+    _files.write(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        files.write(path, "new" + "\ud800")
+        _files.write(path, "new" + "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

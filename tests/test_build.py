@@ -20,10 +20,10 @@ target, *path = sys.argv[1:]
 sys.path[:] = [target, *sys.path, *path]
 
 import torch
-from fasth.problems import DIRECTIONS, Problem, assert_all_close, from_definition, with_gradients
+from fasth.tools.problems import DIRECTIONS, Problem, assert_all_close, from_definition, with_gradients
 
 import fasth
-from fasth.cli import main
+from fasth.tools.cli import main
 from fasth.reflections import core
 
 assert fasth.__file__.startswith(target), fasth.__file__

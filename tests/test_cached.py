@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fasth
 from fasth import LinearSVD
-from fasth.problems import gradient_of
-from fasth.twins import perturbed
+from fasth.tools.problems import gradient_of
+from fasth.tools.twins import perturbed
 
 ROUNDINGS = 100
 

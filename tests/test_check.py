@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from processes import python
 from torch import Tensor
 
-from fasth import LinearSVD, check, functional
-from fasth.cli import main
-from fasth.twins import definition_linear, definition_weight
+from fasth import LinearSVD, functional
+from fasth.tools import check
+from fasth.tools.cli import main
+from fasth.tools.twins import definition_linear, definition_weight
 
 SMALL = ("table: ragged", "table: batch of V,", "d = 64, 7 rows", "V times", "orthogonality, d = 64")
 
@@ -184,7 +185,9 @@ def test_progress_is_for_terminals(tmp_path, monkeypatch, capsys):
 
 
 def test_other_commands_do_not_load_it():
-    done = python("-c", "import sys; from fasth.cli import main; main([]); sys.exit('fasth.check' in sys.modules)")
+    done = python(
+        "-c", "import sys; from fasth.tools.cli import main; main([]); sys.exit('fasth.check' in sys.modules)"
+    )
     assert done.returncode == 0
 
 

@@ -13,10 +13,9 @@ import fasth
 import fasth.nn as fnn
 from fasth import spectrum
 from fasth.functional import householder, svd_linear
-from fasth.problems import with_gradients
 from fasth.reflections import core
-from fasth.reflections.plan import SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z
-from fasth.reflections.plan import COMPACT, FULL, SIGNED, TRIANGULAR
+from fasth.reflections.plan import COMPACT, CORE, FORMS, FULL, SAVE_A, SAVE_NOTHING, SAVE_Z, TRIANGULAR, Plan
+from fasth.tools.problems import with_gradients
 
 has_core = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
 
@@ -41,87 +40,141 @@ def detached(*arguments: object) -> tuple:
     return tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)
 
 
-LEVELS = [SAVE_NOTHING, SAVE_T, SAVE_Z, SAVE_A]
-WEIGHTS = {
-    "shared": lambda dtype: (drawn(40, 70, dtype=dtype), drawn(40, dtype=dtype), None, drawn(40, dtype=dtype), SIGNED),
-    "full": lambda dtype: (drawn(40, 40, dtype=dtype), drawn(30, dtype=dtype), drawn(71, 70, dtype=dtype), None, FULL),
-    "one side": lambda dtype: (drawn(0, 40, dtype=dtype), None, drawn(40, 70, dtype=dtype), None, SIGNED),
-}
+LEVELS = range(SAVE_A + 1)  # of what is saved for backward
+ops = torch.ops.fasth
 
 
-@has_core
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("shape", [(5,), (2, 20), ()], ids=str)
-@pytest.mark.parametrize("kind", [FULL, TRIANGULAR, COMPACT])
-def test_fake_results_are_those_of_the_core(level, shape, kind):
-    """Shapes, strides and dtypes: graphs rely on them."""
-    x, V = detached(drawn(*shape, 70), drawn(40, 70))
-    both_ways(torch.ops.fasth.householder.default, x, V, False, kind, 16, level, False)
-    if level:
-        out, T, Z, A = torch.ops.fasth.householder(x, V, True, kind, 16, level, False)
-        options = True, kind, 16, True, True, False
-        both_ways(torch.ops.fasth.householder_backward.default, torch.randn_like(out), out, V, T, Z, A, *options)
-    batch = detached(drawn(3, 5, 70), drawn(3, 40, 70))
-    both_ways(torch.ops.fasth.householder.default, *batch, False, kind, 16, level, False)
+def entries(form: int, save: int, block_size: int = 16, **options: bool) -> tuple[object, ...]:
+    """Those of a plan that operators take, one by one."""
+    return Plan(CORE, form, block_size=block_size, save=save, **options)[1:8]
 
 
-@has_core
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("rows", [(5,), (2, 20)], ids=str)
-def test_fake_results_of_a_weight_are_those_of_the_core(level, name, rows):
-    U, sigma, V, bias, kind = detached(*WEIGHTS[name](torch.float64))
-    x = torch.randn(*rows, 70, dtype=torch.float64)
-    for lay_out in (lambda t: t, lambda t: t.mT.contiguous().mT):
-        found = both_ways(torch.ops.fasth.svd_linear.default, lay_out(x), lay_out(U), sigma, V, bias, kind, 16, level)
-        if level:
-            out, inner, product, *saved = found
-            factors = inner, out if bias is None else product, lay_out(U), sigma, V, *saved
-            needs = [True, len(U) > 0, sigma is not None, V is not None, bias is not None]
-            both_ways(
-                torch.ops.fasth.svd_linear_backward.default, torch.randn_like(out), *factors, kind, 16, needs, False
-            )
+def column_major(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.ndim < 2 else t.mT.contiguous().mT
 
 
-def both_ways(operator, *arguments) -> tuple[Tensor, ...]:
+def both_ways(operator, *arguments) -> list[Tensor]:
     """The results, after a comparison with the fake ones."""
     with FakeTensorMode() as mode:
-        fakes = operator(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in arguments))
+
+        def fake(argument):
+            if isinstance(argument, list):
+                return [fake(t) for t in argument]
+            return mode.from_tensor(argument) if isinstance(argument, Tensor) else argument
+
+        fakes = operator(*map(fake, arguments))
     results = operator(*arguments)
-    for fake, real in zip(fakes, results, strict=True):
-        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    assert [(t.shape, t.dtype, t.stride()) for t in fakes] == [(t.shape, t.dtype, t.stride()) for t in results]
     return results
 
 
+def householder_both_ways(x: Tensor, V: Tensor, plan: tuple[object, ...], copied: bool) -> None:
+    out, *saved = both_ways(ops.householder.default, x, V, *plan)
+    for needs in ([True, True], [True, False], [False, True]):
+        arguments = torch.randn_like(out), out if needs[1] and not copied else None, V, saved, needs
+        assert len(both_ways(ops.householder_backward.default, *arguments, *plan)) == sum(needs)
+
+
+@has_core
+@pytest.mark.parametrize("shape", [(5,), (2, 20), ()], ids=str)
+@pytest.mark.parametrize("form", range(len(FORMS)), ids=FORMS)
+def test_fake_results_are_those_of_the_core(shape, form):
+    """Shapes, strides and dtypes: graphs rely on them."""
+    for save in LEVELS:
+        for copied in (False, True):
+            plan = entries(form, save, transpose=copied, copy_output=copied)
+            for x, V in ((drawn(*shape, 70), drawn(40, 70)), (drawn(3, 5, 70), drawn(3, 40, 70))):
+                x, V = detached(x, V)
+                householder_both_ways(x, V, plan, copied)
+                householder_both_ways(column_major(x), column_major(V), plan, copied)
+
+
+@has_core
+@pytest.mark.parametrize(
+    ("x_shape", "V_shape"),
+    [((4, 8), (0, 8)), ((0, 8), (6, 8)), ((2, 0, 8), (2, 6, 8)), ((2, 4, 8), (2, 0, 8)), ((0, 4, 8), (0, 6, 8))],
+    ids=["no reflectors", "no rows", "no rows in a batch", "no reflectors in a batch", "empty batch"],
+)
+def test_fake_results_of_empty_ones_are_those_of_the_core(x_shape, V_shape):
+    for save in LEVELS:
+        for copied in (False, True):
+            plan = entries(FULL, save, 1, copy_output=copied)
+            householder_both_ways(torch.randn(x_shape), torch.randn(V_shape), plan, copied)
+
+
+def weight(name: str) -> tuple[list[Tensor | None], int]:
+    """U, sigma, V and bias, as the operators take them, and the form."""
+    tensors, form = {
+        "shared": ((drawn(48, 64), drawn(48), None, drawn(48)), COMPACT),
+        "full": ((drawn(48, 48), drawn(32), drawn(80, 64), None), FULL),
+        "one side": ((drawn(0, 48), None, drawn(48, 64), None), COMPACT),
+        "symmetric": ((drawn(48, 64), drawn(64), None, drawn(64)), TRIANGULAR),
+    }[name]
+    return list(detached(*tensors)), form
+
+
+WEIGHTS = "shared", "full", "one side", "symmetric"
+
+
+@has_core
+@pytest.mark.parametrize("save", LEVELS[1:])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_fake_results_of_a_weight_are_those_of_the_core(save, name):
+    for rows in ((5,), (2, 20), ()):
+        for lay_out, copied in ((lambda t: t, False), (column_major, True)):
+            (U, sigma, V, bias), form = weight(name)
+            U, V, x = lay_out(U), lay_out(V), lay_out(drawn(*rows, 64).detach())
+            plan = entries(form, save, copy_output=copied, symmetric=name == "symmetric")
+            out, *saved = both_ways(ops.svd_linear.default, x, U, sigma, V, bias, *plan)
+            all_of_them = [True, True, sigma is not None, V is not None or name == "symmetric", bias is not None]
+            for needs in (all_of_them, [True, *[False] * 4], [False, True, False, False, False]):
+                rest = torch.randn_like(out), None if copied else out, U, sigma, V, saved, needs
+                found = both_ways(ops.svd_linear_backward.default, *rest, *plan)
+                assert len(found) == sum(needs) - (needs[3] and name == "symmetric")
+    (U, sigma, V, bias), form = weight(name)
+    plan = entries(form, SAVE_NOTHING, symmetric=name == "symmetric")
+    assert len(both_ways(ops.svd_linear.default, torch.randn(5, 64).double(), U, sigma, V, bias, *plan)) == 1
+
+
 @has_core
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_opcheck(name):
-    U, sigma, V, bias, kind = detached(*WEIGHTS[name](torch.float32))
-    x = torch.randn(5, 70)
-    torch.library.opcheck(torch.ops.fasth.svd_linear, (x, U, sigma, V, bias, kind, 16, SAVE_Z))
-    out, inner, product, *saved = torch.ops.fasth.svd_linear(x, U, sigma, V, bias, kind, 16, SAVE_Z)
-    factors = inner, out if bias is None else product, U, sigma, V, *saved
+def test_opcheck_of_a_weight(name):
+    (U, sigma, V, bias), form = weight(name)
+    x = torch.randn(16, 64, dtype=torch.float64)  # whole registers: what fills them up is never written nor read
+    plan = entries(form, SAVE_Z, copy_output=True, symmetric=name == "symmetric")
+    torch.library.opcheck(ops.svd_linear, (x, U, sigma, V, bias, *plan))
+    out, *saved = ops.svd_linear(x, U, sigma, V, bias, *plan)
     needs = [True, len(U) > 0, sigma is not None, V is not None, bias is not None]
-    torch.library.opcheck(torch.ops.fasth.svd_linear_backward, (out, *factors, kind, 16, needs, False))
-    V = torch.randn(40, 70)
-    torch.library.opcheck(torch.ops.fasth.householder, (x, V, False, kind, 16, SAVE_Z, False))
-    out, *saved = torch.ops.fasth.householder(x, V, False, kind, 16, SAVE_Z, False)
-    options = False, kind, 16, True, True, False
-    torch.library.opcheck(torch.ops.fasth.householder_backward, (out, out, V, *saved, *options))
+    torch.library.opcheck(ops.svd_linear_backward, (torch.randn_like(out), None, U, sigma, V, saved, needs, *plan))
+
+
+@has_core
+@pytest.mark.parametrize("form", [FULL, COMPACT], ids=["full", "compact"])
+def test_opcheck_of_a_product(form):
+    x, V = torch.randn(16, 64), torch.randn(48, 64)
+    plan = entries(form, SAVE_Z)
+    torch.library.opcheck(ops.householder, (x, V, *plan))
+    out, *saved = ops.householder(x, V, *plan)
+    torch.library.opcheck(ops.householder_backward, (x, out, V, saved, [True, True], *plan))
     # Some entries of A are never written nor read, so that values cannot be compared.
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.fasth.householder, (x, V, False, kind, 16, SAVE_A, False), test_utils=tests)
+    torch.library.opcheck(ops.householder, (x, V, *entries(form, SAVE_A, copy_output=True)), test_utils=tests)
 
 
 @has_core
 def test_wrong_arguments_of_an_operator_are_errors():
-    x, V = torch.randn(3, 4), torch.randn(4, 4)
+    x, V, good = torch.randn(3, 4), torch.randn(4, 4), entries(FULL, SAVE_Z, 4)
     for wrong in ((x.half(), V.half()), (x, V.double()), (x, torch.randn(4, 5)), (x, V[0]), (x[None], V[None, None])):
-        with pytest.raises((TypeError, ValueError), match="should"):
-            torch.ops.fasth.householder(*wrong, False, FULL, 4, SAVE_Z, False)
+        with pytest.raises((TypeError, ValueError), match=r"should .*; got"):
+            ops.householder(*wrong, *good)
     for block_size in (0, -1, 5, 10**9, 2**63 - 1):
-        with pytest.raises(ValueError, match="block"):
-            torch.ops.fasth.householder(x, V, False, FULL, block_size, SAVE_Z, False)
+        with pytest.raises(ValueError, match=f"block_size should be from 1 to 4; got {block_size}"):
+            ops.householder(x, V, *entries(FULL, SAVE_Z, block_size))
+    for form, save in ((3, SAVE_Z), (FULL, SAVE_A + 1)):
+        with pytest.raises(ValueError, match=r"should be .*; got"):
+            ops.householder(x, V, *entries(form, save, 4))
+    with pytest.raises(RuntimeError, match=r"`saved` should have .* numbers; got 0"):
+        ops.householder_backward(x, x, V, [], [True, True], *good)
 
 
 # The layers.
@@ -166,11 +219,17 @@ def check(model: nn.Module, counter: CompileCounterWithBackend, batches: tuple[i
         torch.testing.assert_close(actual, expected)
 
 
+FEWER = {  # batches, where what depends on the number of rows is the same as in another layer
+    **dict.fromkeys(("full, positive", "between", "around", "normalized"), (3, 5)),
+    **dict.fromkeys(("orthogonal, full", "symmetric, full", "images"), (3, 100)),
+}
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_in_one_graph(name):
     counter = CompileCounterWithBackend("aot_eager")
     model = LAYERS[name]().double()
-    check(model, counter)
+    check(model, counter, FEWER.get(name, BATCHES))
     # The first batch; and, of any size: few rows, more, and so many that the weight is formed.
     assert counter.frame_count <= 4
     assert (count_of_core(counter) > 0) == (core.core() is not None)
@@ -205,7 +264,8 @@ def test_many_rows_are_multiplied_by_the_formed_weight():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_cached_weights(backend):
     """A graph that forms the weights, and one that uses them; nothing is stale in the next context."""
-    model = nn.Sequential(fnn.LinearSVD(12, 12), nn.Tanh(), fnn.LinearOrthogonal(12, 12), fnn.LinearSVD(12, 12, rank=3))
+    layers = [fnn.LinearSVD(12, 12), nn.Tanh(), fnn.LinearOrthogonal(12, 12), fnn.LinearSVD(12, 12, rank=3)]
+    model = nn.Sequential(*(layers[:1] if backend == "inductor" else layers))  # which takes seconds to compile one
     counter, x = CompileCounterWithBackend(backend), torch.randn(5, 12)
     compiled = torch.compile(model.eval(), fullgraph=True, backend=counter)
     for _ in range(3):
@@ -248,7 +308,7 @@ def test_inductor():
         fnn.LinearSVD(12, 16), nn.Tanh(), fnn.LinearSymmetric(16, reflectors="full"), fnn.LinearOrthogonal(16, 5)
     ).double()
     counter = CompileCounterWithBackend("inductor")
-    check(model, counter)
+    check(model, counter, (3, 5))
     assert (count_of_core(counter) > 0) == (core.core() is not None)
 
 
@@ -258,7 +318,7 @@ def test_without_the_core():
 from test_compile import LAYERS, check, count_of_core, CompileCounterWithBackend
 
 counter = CompileCounterWithBackend("aot_eager")
-check(LAYERS["compact"]().double(), counter, (3, 5, 100))
+check(LAYERS["compact"]().double(), counter, (3, 100))
 print(count_of_core(counter))
 """,
         FASTH_BACKEND="torch",
@@ -268,15 +328,32 @@ print(count_of_core(counter))
 
 def test_other_dtypes_and_transforms_take_the_traced_path():
     counter = CompileCounterWithBackend("aot_eager")
-    layer = fnn.LinearSVD(12, 12)
-    half = fnn.LinearSVD(12, 12, dtype=torch.bfloat16)
-    x = torch.randn(3, 12)
+    layer = fnn.LinearSVD(4, 4)
+    half = fnn.LinearSVD(4, 4, dtype=torch.bfloat16)
+    x = torch.randn(3, 4)
     torch.compile(half, fullgraph=True, backend=counter)(x.bfloat16())
     ensemble = torch.compile(torch.func.vmap(lambda x: layer(x)), fullgraph=True, backend=counter)
     torch.testing.assert_close(ensemble(x.unsqueeze(0)), layer(x).unsqueeze(0))
     total = torch.compile(torch.func.grad(lambda x: layer(x).pow(2).sum()), fullgraph=True, backend=counter)
     torch.testing.assert_close(total(x), torch.func.grad(lambda x: layer(x).pow(2).sum())(x))
     assert count_of_core(counter) == 0
+
+
+def test_the_output_may_be_changed_in_place():
+    """Inside the graph and after it: what backward needs is a copy, or not the output."""
+
+    def changed(x: Tensor, V: Tensor, U: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return householder(x, V).mul_(2), svd_linear(x, U, None, bias=bias).mul_(2)
+
+    def unchanged(*tensors: Tensor) -> Tensor:
+        x, V, U, bias = tensors
+        return 4 * householder(x, V).sum() ** 2 + 4 * svd_linear(x, U, None, bias=bias).sum() ** 2
+
+    tensors = drawn(5, 12), drawn(12, 12), drawn(10, 12), drawn(10)
+    expected = torch.autograd.grad(unchanged(*tensors), tensors)
+    compiled = torch.compile(changed, fullgraph=True, backend="aot_eager")
+    loss = sum(out.div_(2).sum() ** 2 * 4 for out in compiled(*tensors))
+    torch.testing.assert_close(torch.autograd.grad(loss, tensors), expected)
 
 
 def test_all_sizes_symbolic():
@@ -311,8 +388,8 @@ def test_under_autocast():
 
 def test_a_function_of_factors():
     U, sigma, bias, x = drawn(8, 12), drawn(8), drawn(8), drawn(3, 12)
-    compiled = torch.compile(lambda x, U, s, b: svd_linear(x, U, s, bias=b, form="signed"), fullgraph=True)
-    actual, expected = compiled(x, U, sigma, bias), svd_linear(x, U, sigma, bias=bias, form="signed")
+    compiled = torch.compile(lambda x, U, s, b: svd_linear(x, U, s, bias=b, form="compact"), fullgraph=True)
+    actual, expected = compiled(x, U, sigma, bias), svd_linear(x, U, sigma, bias=bias, form="compact")
     torch.testing.assert_close(actual, expected)
     for found in zip(*(torch.autograd.grad(out.sum(), (x, U, sigma, bias)) for out in (actual, expected)), strict=True):
         torch.testing.assert_close(*found)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from fasth import cached, spectrum
 from fasth.nn import Conv1dSVD, Conv2dSVD
-from fasth.twins import definition_weight, orthogonality, perturbed
+from fasth.tools.twins import definition_weight, orthogonality, perturbed
 
 # The arguments of nn.Conv1d or nn.Conv2d, and the shape of an input.
 PROBLEMS: dict[str, tuple[type, dict[str, Any], tuple[int, ...]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 import sys
@@ -18,33 +19,58 @@ from processes import script
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fasth.problems import Problem, assert_all_close, assert_close, gradient_of
 from fasth.reflections import core, definition
+from fasth.reflections.plan import (
+    COMPACT,
+    CORE,
+    FORMS,
+    FULL,
+    SAVE_A,
+    SAVE_NOTHING,
+    SAVE_T,
+    SAVE_Z,
+    TRIANGULAR,
+    Plan,
+    number_of_blocks,
+    saved_size,
+)
+from fasth.tools.problems import Problem, assert_all_close, assert_close, gradient_of
 
 pytestmark = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, or forks")
-each_level = pytest.mark.parametrize("level", core.available_levels())
 
-FULL, TRIANGULAR, COMPACT, SIGNED = range(4)
-each_kind = pytest.mark.parametrize("kind", [FULL, TRIANGULAR, COMPACT], ids=["full", "triangular", "compact"])
+DTYPES = (torch.float32, torch.float64)
+LEVELS = range(SAVE_A + 1)  # of what is saved for backward
+each_form = pytest.mark.parametrize("form", range(len(FORMS)), ids=FORMS)
 each_direction = pytest.mark.parametrize("transpose", [False, True], ids=["Qt", "Q"])
 
-
-def padded(n: int) -> int:
-    return -(-n // 16) * 16
+load = functools.cache(core.load)
 
 
-def reflectors(V: Tensor, kind: int) -> Tensor:
+def plan(form: int = FULL, transpose: bool = False, block_size: int = 32, save: int = SAVE_A, **options: bool) -> Plan:
+    return Plan(CORE, form, transpose, block_size, save, **options)
+
+
+def sign_guard(V: Tensor) -> Tensor:
+    """The gradient of a diagonal whose signs are in use: it pushes entries close to zero away from there."""
+    diagonal = V.detach().diagonal(dim1=-2, dim2=-1)
+    return torch.where(diagonal.abs() < 0.25, -torch.copysign(torch.full_like(diagonal, 0.1), diagonal), 0)
+
+
+def reflectors(V: Tensor, form: int) -> Tensor:
     """What is stored, as full reflectors."""
-    return V if kind == FULL else V.triu() if kind == TRIANGULAR else V.triu(1) + torch.eye(*V.shape[-2:]).to(V)
+    return V if form == FULL else V.triu() if form == TRIANGULAR else V.triu(1) + torch.eye(*V.shape[-2:]).to(V)
 
 
-def from_definition(x: Tensor, V: Tensor, g: Tensor, transpose: bool, kind: int) -> tuple[Tensor, Tensor, Tensor]:
+def from_definition(x: Tensor, V: Tensor, g: Tensor, transpose: bool, form: int) -> tuple[Tensor, Tensor, Tensor]:
     """The value and the gradients of x and V, in float64."""
     x, V = (t.detach().double().requires_grad_() for t in (x, V))
-    out = definition.householder(x, reflectors(V, kind), transpose=transpose)
+    out = definition.householder(x, reflectors(V, form), transpose=transpose)
     dx, dV = torch.autograd.grad(out, (x, V), g.double(), allow_unused=True)
-    return out.detach(), dx, torch.zeros_like(V) if dV is None else dV
+    dV = torch.zeros_like(V) if dV is None else dV
+    if form == COMPACT:
+        dV = torch.diagonal_scatter(dV, sign_guard(V), dim1=-2, dim2=-1)
+    return out.detach(), dx, dV
 
 
 def from_core(
@@ -52,22 +78,33 @@ def from_core(
     V: Tensor,
     g: Tensor,
     transpose: bool = False,
-    kind: int = FULL,
+    form: int = FULL,
     block_size: int = 32,
     threads: int = 1,
-    save: int = 3,
+    save: int = SAVE_A,
     back: int | None = None,
     module: Any = None,
+    copy_output: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same on the core. ``back``: the threads of the backward pass."""
-    module, options = module or core.core(), (transpose, kind, min(block_size, *V.shape[-2:]) or 1)
-    out, *saved = module.householder(x, V, *options, threads, save)
-    return out, *module.householder_backward(g, out, V, *saved, *options, back or threads, True, True)
+    module = module or core.core()
+    options = plan(form, transpose, min(block_size, *V.shape[-2:]) or 1, save, copy_output=copy_output)
+    out, *saved = module.householder(x, V, options, threads)
+    value = out
+    if copy_output:
+        value, out = out.clone(), None if save % 2 else out.fill_(torch.nan)  # the copy is used in place of it
+    return value, *module.householder_backward(g, out, V, saved, (True, True), options, back or threads)
 
 
-def draw(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x, V = (t.detach() for t in problem.draw(dtype, "cpu"))
-    return x, V, gradient_of(x).to(dtype)
+def draw(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """x, V and the gradient of the output, in any dtype the same float32 numbers."""
+    x, V = (t.detach() for t in problem.draw(torch.float64, "cpu"))
+    return tuple(in_dtype(t.copy_(t.float()), dtype) for t in (x, V, gradient_of(x)))
+
+
+def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """With the strides that it has."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype).copy_(t)
 
 
 # Few rows stay row-major; up to a hundred, columns are shared out; parts of still more rows are.
@@ -97,74 +134,99 @@ def table(*rows_and_d: tuple[int, int]) -> pytest.MarkDecorator:
 
 def as_compact(V: Tensor) -> Tensor:
     """Of the usual size, between ones on the diagonal."""
-    return V / V.abs().amax((-2, -1), keepdim=True) * (3 / V.shape[-1] ** 0.5)
+    return (V / V.abs().amax((-2, -1), keepdim=True) * (3 / V.shape[-1] ** 0.5)).float().to(V)
 
 
 # Values and gradients.
 
 
 @table((5, 70), (40, 70), (270, 50))
-@each_kind
+@each_form
 @each_direction
-def test_agrees_with_the_definition(problem, kind, transpose, precise):
-    x, V, g = draw(problem, precise)
-    if kind == COMPACT:
-        V = as_compact(V)
-    expected = from_definition(x, V, g, transpose, kind)
-    for level in core.available_levels():
-        for save in (1, 2, 3):
-            options = transpose, kind, problem.block_size or 32, 1, save, 1, core.load(level)
-            assert_all_close(from_core(x, V, g, *options), expected, reflectors(V, kind))
+def test_agrees_with_the_definition(problem, form, transpose):
+    doubles = x, V, g = draw(problem)
+    if form == COMPACT:
+        doubles = x, V, g = x, as_compact(V), g
+    expected, full = from_definition(x, V, g, transpose, form), reflectors(V, form)
+    for dtype in DTYPES:
+        x, V, g = (in_dtype(t, dtype) for t in doubles)
+        for i, level in enumerate(reversed(core.available_levels())):
+            # By the best instructions with all that can be saved; by others, which read the same, the least and the most.
+            for save in LEVELS if i == 0 else (SAVE_T, SAVE_A):
+                options = (
+                    transpose,
+                    form,
+                    problem.block_size or 32,
+                    1,
+                    save,
+                    1,
+                    load(level),
+                    transpose == (save > SAVE_T),
+                )
+                actual = from_core(x, V, g, *options)
+                assert_all_close(actual, expected, full)
+                if form == COMPACT:
+                    assert torch.equal(actual[2].diagonal(dim1=-2, dim2=-1), sign_guard(V))
 
 
 @table((5, 270), (40, 200), (270, 200))
-@pytest.mark.parametrize("kind", [FULL, COMPACT], ids=["full", "compact"])
-@each_direction
-def test_any_number_of_threads_gives_the_same(problem, kind, transpose, precise):
+@pytest.mark.parametrize("form", [FULL, COMPACT], ids=["full", "compact"])
+def test_any_number_of_threads_gives_the_same(problem, form, precise):
     x, V, g = draw(problem, precise)
-    if kind == COMPACT:
+    if form == COMPACT:
         V = as_compact(V)
-    options = transpose, kind, problem.block_size or 32
-    expected = from_core(x, V, g, *options)
-    for threads, back, save in ((2, 3, 3), (3, 2, 2), (5, 1, 1)):
-        assert_all_close(from_core(x, V, g, *options, threads, save, back), expected, reflectors(V, kind))
+    calls = {
+        False: ((2, 3, SAVE_A, False), (3, 2, SAVE_Z, True), (1, 4, SAVE_NOTHING, False)),
+        True: ((3, 2, SAVE_A, True), (5, 1, SAVE_T, False)),
+    }
+    for transpose in calls:
+        options = transpose, form, problem.block_size or 32
+        expected = from_core(x, V, g, *options)
+        for threads, back, save, copy_output in calls[transpose]:
+            actual = from_core(x, V, g, *options, threads, save, back, copy_output=copy_output)
+            assert_all_close(actual, expected, reflectors(V, form))
 
 
 @pytest.mark.parametrize(("rows", "d"), [(128, 100), (540, 700), (259, 1100)])
-@each_direction
-def test_rows_do_not_depend_on_each_other(rows, d, transpose, precise):
-    x, V, g = draw(Problem("", (rows, d), (d, d)), precise)
-    pieces = [from_core(a, V, b, transpose, save=2) for a, b in zip(x.split(50), g.split(50), strict=True)]
-    out, dx, dV = zip(*pieces, strict=True)
-    for threads in (1, 2, 3, 6):
-        actual = from_core(x, V, g, transpose, threads=threads, save=2)
-        assert_all_close(actual, (torch.cat(out), torch.cat(dx), sum(dV)), V)
+def test_rows_do_not_depend_on_each_other(rows, d, precise):
+    x, V, g = draw(Problem("", (rows, d), (min(d, 330), d)), precise)
+    for transpose, threads in ((False, (1, 3)), (True, (2, 6))):
+        pieces = [from_core(a, V, b, transpose, save=SAVE_Z) for a, b in zip(x.split(50), g.split(50), strict=True)]
+        out, dx, dV = zip(*pieces, strict=True)
+        for count in threads:
+            actual = from_core(x, V, g, transpose, threads=count, save=SAVE_Z)
+            assert_all_close(actual, (torch.cat(out), torch.cat(dx), sum(dV)), V)
 
 
 @pytest.mark.parametrize("rows", [4, 40])
-@each_kind
-def test_a_matrix_too_large_for_the_caches(rows, kind, precise):
-    x, V, g = draw(Problem("", (rows, 999), (500, 999)), precise)
-    V = V / 30
-    if kind < COMPACT:
-        V[::50] *= 1e-20
+@each_form
+def test_a_matrix_too_large_for_the_caches(rows, form):
+    x, V, g = draw(Problem("", (rows, 999), (500, 999)))
+    V = V.mul_(1 / 32)
+    if form < COMPACT:
+        V[::50] *= 2**-66
         V[13::50] = 0
-    expected = from_definition(x, V, g, False, kind)
-    for threads in (1, 2):
-        assert_all_close(from_core(x, V, g, kind=kind, threads=threads), expected, reflectors(V, kind))
+    expected, full = from_definition(x, V, g, False, form), reflectors(V, form)
+    for dtype in DTYPES:
+        for threads in (1, 2):
+            tensors = (in_dtype(t, dtype) for t in (x, V, g))
+            assert_all_close(from_core(*tensors, form=form, threads=threads), expected, full)
 
 
-def sign_guard(diagonal: Tensor) -> Tensor:
-    """The gradient of entries whose sign is in use: it pushes those close to zero away from there."""
-    return torch.where(diagonal.abs() < 0.25, -torch.copysign(torch.full_like(diagonal, 0.1), diagonal), 0)
-
-
-def test_signs_are_no_concern_of_a_single_product():
-    x, V, g = draw(Problem("", (9, 40), (40, 40)), torch.float64)
-    compact, signed = (from_core(x, V / 9, g, kind=kind) for kind in (COMPACT, SIGNED))
-    torch.testing.assert_close(signed[2].diagonal(), sign_guard((V / 9).diagonal()))
-    signed[2].fill_diagonal_(0)
-    assert all(map(torch.equal, compact, signed))
+def test_the_signs_of_compact_reflectors_are_no_concern_of_a_single_product(precise):
+    x, V, g = draw(Problem("", (9, 40), (40, 40)), precise)
+    V = V / 9
+    entries = torch.tensor([0.0, -0.0, 1e-30, -0.2, 0.24, -0.25, 0.25, 1.0, -9.0], dtype=precise)
+    guards = torch.tensor([-0.1, 0.1, -0.1, 0.1, -0.1, 0.0, 0.0, 0.0, 0.0], dtype=precise)
+    V.diagonal()[: len(entries)] = entries
+    for layout in (V, V.mT.contiguous().mT):
+        out, dx, dV = from_core(x, layout, g, form=COMPACT)
+        assert torch.equal(dV.diagonal()[: len(guards)], guards)
+        positive = layout.clone()
+        positive.diagonal().abs_()
+        others = from_core(x, positive, g, form=COMPACT)
+        assert torch.equal(out, others[0]) and torch.equal(dx, others[1]) and torch.equal(dV.triu(1), others[2].triu(1))
+        assert not dV.tril(-1).any()
 
 
 @pytest.mark.parametrize(
@@ -178,94 +240,157 @@ def test_signs_are_no_concern_of_a_single_product():
     ],
     ids=lambda problem: problem.name,
 )
-@pytest.mark.parametrize("kind", [FULL, TRIANGULAR])
-@pytest.mark.parametrize("save", [1, 2, 3])
-def test_rows_of_the_identity(problem, kind, save, precise):
-    _, V, g = draw(problem, precise)
-    eye, options = torch.eye(*problem.x_shape, dtype=precise), (False, kind, problem.block_size or 32)
-    expected = from_definition(eye, V, g, False, kind)
-    out, *saved = core.core().householder(eye, V, *options, 3, save, True)
-    none, dV = core.core().householder_backward(g, out, V, *saved, *options, 3, False, True, True)
-    assert none is None
-    assert_all_close((out, g, dV), (expected[0], g, expected[2]), reflectors(V, kind))
+@each_form
+def test_rows_of_the_identity(problem, form):
+    _, doubles, g = draw(problem)
+    doubles = as_compact(doubles) if form == COMPACT else doubles
+    value, _, gradient = from_definition(torch.eye(*problem.x_shape), doubles, g, False, form)
+    full = reflectors(doubles, form)
+    for dtype in DTYPES:
+        eye, V, of_out = torch.eye(*problem.x_shape, dtype=dtype), in_dtype(doubles, dtype), g.to(dtype)
+        for save in LEVELS:
+            options = plan(form, False, problem.block_size or 32, save, of_identity=True)
+            out, *saved = core.core().householder(eye, V, options, 3)
+            none, dV = core.core().householder_backward(of_out, out, V, saved, (False, True), options, 3)
+            assert none is None
+            assert_all_close((out, g, dV), (value, g, gradient), full)
 
 
-def weight(U: Tensor, sigma: Tensor | None, V: Tensor | None, kind: int) -> Tensor:
+def weight(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -> Tensor:
     """W, from the definition."""
+    signed = [] if form != COMPACT else [U] if V is None else [U, V]
     U, V = (U.mT, U) if V is None else (U, V)
-    n, m, shared = U.shape[-1], V.shape[-1], V is U.mT
-    k = min(n, m) if sigma is None else len(sigma)
-    signs = torch.ones(k, dtype=U.dtype)
-    for side in () if kind != SIGNED else (V,) if shared or U._base is V else (U, V):
-        of_side = torch.where(side.detach().diagonal().signbit(), -1.0, 1.0)[:k]
-        signs[: len(of_side)] *= of_side
+    k = min(U.shape[-1], V.shape[-1]) if sigma is None else len(sigma)
+    sigma = torch.ones(k, dtype=U.dtype) if sigma is None else sigma
+    for side in signed:
+        signs = torch.where(side.detach().diagonal().signbit(), -1.0, 1.0)[:k]
+        sigma = sigma * pad(signs, (0, k - len(signs)), value=1.0)
     Q_U, Q_V = (
-        definition.householder(torch.eye(t.shape[-1]).to(t), reflectors(t, kind), transpose=True)[:, :k] for t in (U, V)
+        definition.householder(torch.eye(t.shape[-1]).to(t), reflectors(t, form), transpose=True)[:, :k] for t in (U, V)
     )
-    return Q_U * (signs if sigma is None else signs * sigma) @ Q_V.mT
+    return Q_U * sigma @ Q_V.mT
+
+
+def weight_from_core(
+    tensors: list[Tensor | None], g: Tensor, options: Plan, threads: int = 1, back: int | None = None
+) -> tuple[Tensor | None, ...]:
+    """x Wᵀ + bias on the core, and the gradients of x, U, sigma, V and the bias; None where there is none."""
+    out, saved = core.core().svd_linear(*tensors, options, threads)
+    _, U, sigma, V, bias = tensors
+    value, output = out.clone(), None if bias is None else out - bias  # before the bias
+    if options.copy_output:
+        output = None
+        out.fill_(torch.nan)
+    elif bias is None:
+        output = out
+    needs = [t is not None for t in tensors]
+    return value, *core.core().svd_linear_backward(g, output, U, sigma, V, [saved], needs, options, back or threads)
 
 
 @pytest.mark.parametrize("rows", [5, 40, 270])
-@pytest.mark.parametrize("shape", [(40, 70), (70, 40), (50, 50)], ids=["wide", "tall", "square"])
 @pytest.mark.parametrize(
-    "kind, form",
-    [(FULL, "separate"), (TRIANGULAR, "symmetric"), (SIGNED, "separate"), (COMPACT, "shared"), (SIGNED, "shared")],
+    ("form", "sides", "shape"),
+    [
+        (form, sides, shape)
+        for form, sides in (
+            (FULL, "separate"),
+            (COMPACT, "separate"),
+            (COMPACT, "shared"),
+            (TRIANGULAR, "symmetric"),
+            (COMPACT, "symmetric"),
+        )
+        for shape in ((40, 70), (70, 40), (50, 50))
+        if sides != "symmetric" or shape == (50, 50)
+    ],
 )
-def test_svd_linear_agrees_with_the_definition(rows, shape, kind, form, precise):
-    n, m = (shape[0],) * 2 if form == "symmetric" else shape
-    x, g, bias = (torch.randn(*size, dtype=precise) for size in ((rows, m), (rows, n), (n,)))
-    U = torch.randn(n, m, dtype=precise) / 9 if form == "shared" else torch.randn(n // 2, n, dtype=precise) / 9
-    V = {"shared": None, "symmetric": U, "separate": torch.randn(m, m, dtype=precise) / 9}[form]
-    for sigma in (torch.randn(min(n, m), dtype=precise), torch.randn(min(n, m) // 2, dtype=precise), None):
-        for b, threads, save in ((bias, 2, 3), (None, 3, 2), (bias, 1, 1)):
-            doubles = [None if t is None else t.double().requires_grad_() for t in (x, U, sigma, V, b)]
-            if form == "symmetric":
-                doubles[3] = doubles[1]
-            W = weight(*doubles[1:4], kind)
-            expected = torch.nn.functional.linear(doubles[0], W, doubles[4])
-            wanted = list(dict.fromkeys(t for t in doubles if t is not None))
-            gradients = dict(zip(wanted, torch.autograd.grad(expected, wanted, g.double()), strict=True))
-            options = kind, 16, threads
-            out, inner, product, *saved = core.core().svd_linear(x, U, sigma, V, b, *options, save)
-            assert (product is None) == (b is None)
-            needs = [True, True, sigma is not None, V is not None, b is not None]
-            actual = core.core().svd_linear_backward(
-                g, inner, out if b is None else product, U, sigma, V, *saved, *options, needs, form == "symmetric"
-            )
-            scale = W.detach().abs().max().item() + W.detach().norm(2).item()
-            assert_close(out, expected.detach(), scale * x.double().norm(dim=-1).max().item() + 10, n + m)
-            for t, double, name in zip(actual, doubles, ("x", "U", "sigma", "V", "bias"), strict=True):
-                if t is None:
-                    assert double is None or (name == "V" and form == "symmetric")
-                else:
-                    if kind == SIGNED and name in "UV":
-                        torch.testing.assert_close(t.diagonal(), sign_guard({"U": U, "V": V}[name].diagonal()))
-                        t.fill_diagonal_(0)
-                    size = max(scale, 1) * x.double().norm().item() * g.double().norm().item()
-                    assert_close(t, gradients[double], size / (1 if kind >= COMPACT else 0.1), n + m)
-    if form == "shared":
-        assert not actual[1].diagonal().any()
+def test_svd_linear_agrees_with_the_definition(rows, form, sides, shape):
+    n, m = shape
+    x, g, bias = (torch.randn(size) for size in ((rows, m), (rows, n), n))
+    U = torch.randn(n if sides == "shared" else n // 2, m if sides == "shared" else n) / 9
+    V = {"shared": None, "symmetric": U, "separate": torch.randn(m, m) / 9}[sides]
+    for sigma, b, threads, save, copy_output in (
+        (torch.randn(min(n, m)), bias, 2, SAVE_A, True),
+        (torch.randn(min(n, m) // 2), None, 3, SAVE_Z, False),
+        (torch.randn(min(n, m) // 2), bias, 1, SAVE_T, False),
+        (None, None, 1, SAVE_A, False),
+        (None, bias, 2, SAVE_T, True),
+    ):
+        tensors = [x, U, sigma, V, b]
+        doubles = [None if t is None else t.double().requires_grad_() for t in tensors]
+        if sides == "symmetric":
+            doubles[3] = doubles[1]
+        W = weight(*doubles[1:4], form)
+        expected = torch.nn.functional.linear(doubles[0], W, doubles[4])
+        wanted = list(dict.fromkeys(t for t in doubles if t is not None))
+        gradients = dict(zip(wanted, torch.autograd.grad(expected, wanted, g.double()), strict=True))
+        options = plan(form, False, 16, save, copy_output=copy_output, symmetric=sides == "symmetric")
+        scale = W.detach().abs().max().item() + W.detach().norm(2).item()
+        size = max(scale, 1) * x.norm().item() * g.norm().item() / (1 if form == COMPACT else 0.1)
+        for dtype in DTYPES:
+            given = [None if t is None else t.to(dtype) for t in tensors]
+            if sides == "symmetric":
+                given[3] = given[1]
+            out, *actual = weight_from_core(given, g.to(dtype), options, threads)
+            assert_close(out, expected.detach(), scale * x.norm(dim=-1).max().item() + 10, n + m)
+            for t, stored, double, name in zip(actual, given, doubles, ("x", "U", "sigma", "V", "bias"), strict=True):
+                if stored is None or (name == "V" and sides == "symmetric"):
+                    assert t is None
+                    continue
+                if form == COMPACT and name in "UV":
+                    assert torch.equal(t.diagonal(), sign_guard(stored))
+                    t.fill_diagonal_(0)
+                assert_close(t, gradients[double], size, n + m)
 
 
 @pytest.mark.parametrize("rows", [5, 40, 270])
-@pytest.mark.parametrize("form", ["separate", "symmetric", "shared"])
-def test_svd_linear_on_any_number_of_threads(rows, form, precise):
-    n, m = (200, 240) if form == "shared" else (200, 200)
+@pytest.mark.parametrize("sides", ["separate", "symmetric", "shared"])
+def test_svd_linear_on_any_number_of_threads(rows, sides, precise):
+    n, m = (200, 240) if sides == "shared" else (200, 200)
     x, g, bias, sigma = (torch.randn(*size, dtype=precise) for size in ((rows, m), (rows, n), (n,), (150,)))
     U = torch.randn(n, m, dtype=precise) / 9
-    V = {"shared": None, "symmetric": U, "separate": torch.randn(n, m, dtype=precise) / 9}[form]
-
-    def results(threads: int, save: int) -> tuple[Tensor, ...]:
-        options = COMPACT if form == "shared" else FULL, 32, threads
-        out, inner, product, *saved = core.core().svd_linear(x, U, sigma, V, bias, *options, save)
-        needs, symmetric = [True] * 3 + [V is not None, True], form == "symmetric"
-        return out, *core.core().svd_linear_backward(g, inner, product, U, sigma, V, *saved, *options, needs, symmetric)
-
-    expected = results(1, 3)
-    for threads, save in ((2, 3), (3, 2), (5, 1)):
-        for actual, wanted in zip(results(threads, save), expected, strict=True):
+    V = {"shared": None, "symmetric": U, "separate": torch.randn(n, m, dtype=precise) / 9}[sides]
+    options = plan(COMPACT if sides == "shared" else FULL, copy_output=True, symmetric=sides == "symmetric")
+    expected = weight_from_core([x, U, sigma, V, bias], g, options)
+    for threads, back, save in ((2, 3, SAVE_A), (3, 2, SAVE_Z), (5, 1, SAVE_T)):
+        results = weight_from_core([x, U, sigma, V, bias], g, options._replace(save=save), threads, back)
+        for actual, wanted in zip(results, expected, strict=True):
+            assert (actual is None) == (wanted is None)
             if wanted is not None:
                 assert_close(actual, wanted, wanted.norm().item(), n + m)
+
+
+def test_each_gradient_may_be_the_only_one():
+    """Without the others, and without the output where no reflectors need it."""
+    tensors = [torch.randn(*shape, dtype=torch.float64) / 3 for shape in ((5, 40), (50, 50), (30,), (40, 40), (50,))]
+    x, U, sigma, V, _ = tensors
+    g = torch.randn(5, 50, dtype=torch.float64)
+    for save in (SAVE_T, SAVE_Z, SAVE_A):
+        options = plan(save=save)
+        out, saved = core.core().svd_linear(x, U, sigma, V, None, options, 1)
+        rest = U, sigma, V, [saved]
+        expected = core.core().svd_linear_backward(g, out, *rest, [True] * 5, options, 1)
+        for i, wanted in enumerate(expected):
+            needs = [i == j for j in range(5)]
+            found = core.core().svd_linear_backward(g, out if i == 1 else None, *rest, needs, options, 1)
+            assert [t is not None for t in found] == needs
+            torch.testing.assert_close(found[i], wanted)
+    options = plan(symmetric=True)
+    out, saved = core.core().svd_linear(x, V, None, V, None, options, 1)
+    found = [
+        core.core().svd_linear_backward(out, out, V, None, V, [saved], needs, options, 1)
+        for needs in (
+            (False, True, False, True, False),
+            (False, True, False, False, False),
+            (False, False, False, True, False),
+        )
+    ]
+    for _, dU, _, dV, _ in found:  # of both sides, whichever asks
+        assert dV is None and torch.equal(dU, found[0][1])
+    V = torch.randn(40, 40, dtype=torch.float64)
+    out, saved = core.core().householder(x, V, plan(save=SAVE_T), 1)
+    for output, needs in ((None, (True, False)), (out, (False, True)), (None, (False, False))):
+        found = core.core().householder_backward(x, output, V, [saved], needs, plan(save=SAVE_T), 1)
+        assert tuple(t is not None for t in found) == needs
 
 
 @pytest.mark.parametrize("entry", [0.0, -0.0, 1.0, -1e-30], ids=str)
@@ -273,7 +398,8 @@ def test_the_sign_bit_of_the_diagonal_is_the_sign_of_a_column(entry):
     U = torch.full((1, 1), entry)
     sign = -1 if U.signbit() else 1
     for V, signs, reflections in ((None, 1, 2), (U, 2, 2), (torch.zeros(0, 1), 1, 1)):
-        out, *_ = core.core().svd_linear(torch.ones(1, 1), U, None, V, None, SIGNED, 1, 1, 0)
+        options = plan(COMPACT, False, 1, SAVE_NOTHING, symmetric=V is U)
+        (out,) = core.core().svd_linear(torch.ones(1, 1), U, None, V, None, options, 1)
         assert out.item() == (-1) ** reflections * sign**signs
 
 
@@ -281,87 +407,234 @@ def test_the_sign_bit_of_the_diagonal_is_the_sign_of_a_column(entry):
 
 
 @pytest.mark.parametrize("rows", [3, 20, 100])
-@pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])
-def test_saved_tensors(rows, batch, precise):
-    x, V = torch.randn(*batch, rows, 70, dtype=precise), torch.randn(*batch, 50, 70, dtype=precise)
-    for block_size in (1, 20, 50):
-        N, K, M = -(-50 // block_size), padded(block_size), padded(rows)
-        shapes = [(*batch, N, K, K), (*batch, N, M, K), (*batch, N - 1, padded(70), M)]
-        for save in range(4):
-            _, *saved = core.core().householder(x, V, False, FULL, block_size, 2, save)
-            assert [None if t is None else tuple(t.shape) for t in saved] == shapes[:save] + [None] * (3 - save)
-        T, Z, _ = saved
-        assert not T.tril(-1).any()
-        assert not Z[..., rows:, :].any()
+@each_form
+def test_the_saved_tensor_has_the_size_that_plans_count_on(rows, form):
+    V, sigma = torch.randn(90, 70), torch.randn(50)
+    for save in LEVELS:
+        for block_size, copy_output in ((1, False), (20, True), (70, False)):
+            options = plan(form, False, block_size, save, copy_output=copy_output)
+            blocks = number_of_blocks(90, 70, form, block_size)
+            for batch in ((), (3,)):
+                x = torch.randn(*batch, rows, 70)
+                found = core.core().householder(x, V.expand(*batch, 90, 70), options, 2)
+                copied = x.numel() if copy_output else 0
+                size = saved_size(rows, 70, [blocks], block_size, save, *batch, output=copied)
+                assert [tuple(t.shape) for t in found] == [(*batch, rows, 70)] + ([(size,)] if size else [])
+            if not save:
+                continue
+            # W: (50, 70), by separate reflectors, and by those of one matrix.
+            U, x = torch.randn(40, 50), torch.randn(rows, 70)
+            pairs = [(U, V, blocks)] + [(torch.randn(50, 70), None, number_of_blocks(50, 70, form, block_size))] * (
+                form == COMPACT
+            )
+            for U, V_or_none, of_V in pairs:
+                options = options._replace(block_size=min(block_size, 50))
+                k = options.block_size
+                of_V = number_of_blocks(90 if V_or_none is not None else 50, 70, form, k)
+                of_U = number_of_blocks(40 if V_or_none is not None else 70, 50, form, k)
+                sizes = dict(inner=rows * 70, output=rows * 50 if copy_output else 0)
+                out, saved = core.core().svd_linear(x, U, sigma, V_or_none, None, options, 2)
+                assert out.shape == (rows, 50)
+                assert saved.shape == (saved_size(rows, 70, [of_V, of_U], k, save, **sizes),)
 
 
 @pytest.mark.parametrize("rows", [5, 40])
-def test_saved_tensors_may_come_back_in_other_memory_or_not_at_all(rows):
+def test_saved_tensors_may_come_back_in_other_memory(rows):
     x, V, g = draw(problems(rows, 200)[0], torch.float64)
-    expected, options = from_definition(x, V, g, False, FULL), (False, FULL, 32)
-    out, T, Z, A = core.core().householder(x, V, *options, 2, 3)
+    expected = from_definition(x, V, g, False, FULL)
 
     def strided(t: Tensor) -> Tensor:
         return t.repeat_interleave(2, -1)[..., ::2]
 
-    for saved in ((strided(T), strided(Z), strided(A)), (T, Z, None), (T, None, None), (T, None, A), (None, Z, A)):
-        gradients = core.core().householder_backward(g, strided(out), strided(V), *saved, *options, 2, True, True)
-        assert_all_close((out, *gradients), expected, V)
+    for save in LEVELS:
+        for copy_output in (False, True):
+            options = plan(save=save, copy_output=copy_output)
+            out, *saved = core.core().householder(x, V, options, 2)
+            saved, output = tuple(strided(t) for t in saved), None if copy_output else strided(out)
+            found = core.core().householder_backward(strided(g), output, strided(V), saved, (True, True), options, 2)
+            assert_all_close((out, *found), expected, V)
 
 
 def test_saved_tensors_that_come_back_as_something_else_are_an_error():
     x, V, g = draw(problems(5, 200)[0], torch.float32)
-    options = False, FULL, 32, 1
-    out, *saved = core.core().householder(x, V, *options, 3)
-    good = [g, out, V, *saved]
-    for i in range(1, len(good)):
-        for change in (Tensor.half, Tensor.double, lambda t: t[..., :1], lambda t: t[:1]):
-            arguments = [change(t) if i == j else t for j, t in enumerate(good)]
-            with pytest.raises(RuntimeError, match="a saved tensor should come back as it was"):
-                core.core().householder_backward(*arguments, *options, True, True)
-    U, sigma = V / 9, torch.ones(200)
-    out, inner, _, *saved = core.core().svd_linear(x, U, sigma, None, None, COMPACT, 32, 1, 3)
-    good = [g, inner, out, U, sigma, None, *saved]
-    for i in (1, 2, 3, 6, 7, 8):
-        arguments = [t[..., :-1] if i == j else t for j, t in enumerate(good)]
-        with pytest.raises(RuntimeError, match="a saved tensor should come back as it was"):
-            core.core().svd_linear_backward(*arguments, COMPACT, 32, 1, [True] * 5, False)
+    changes = Tensor.half, Tensor.double, lambda t: t[..., :1], lambda t: t[:1]
+    back = functools.partial(pytest.raises, RuntimeError, match="a saved tensor should come back as it was: ")
+    for copy_output in (False, True):
+        options = plan(copy_output=copy_output)
+        out, saved = core.core().householder(x, V, options, 1)
+        for change in changes:
+            with back():
+                core.core().householder_backward(g, out, change(V), [saved], (True, True), options, 1)
+            with back():
+                core.core().householder_backward(g, out, V, [change(saved)], (True, True), options, 1)
+            if not copy_output:
+                with back():
+                    core.core().householder_backward(g, change(out), V, [saved], (True, True), options, 1)
+        for wrong in ([], [None], [saved[1:]], [torch.cat([saved, saved[:1]])]):
+            with back(
+                match=rf"`saved` should have {len(saved)} numbers; got {sum(map(len, filter(torch.is_tensor, wrong)))}$"
+            ):
+                core.core().householder_backward(g, out, V, wrong, (True, True), options, 1)
+    with back(match=r"the output should have the shape of its gradient, \(5, 200\); got None"):
+        core.core().householder_backward(g, None, V, [], (True, True), plan(save=SAVE_NOTHING), 1)
+    U, sigma, options = V / 9, torch.ones(200), plan(COMPACT)
+    out, saved = core.core().svd_linear(x, U, sigma, None, None, options, 1)
+    good = [g, out, U, sigma, None, saved]
+    for i in (1, 2, 5):
+        for change in (*changes[:2], lambda t: t[..., :-1]):
+            *arguments, changed = [change(t) if i == j else t for j, t in enumerate(good)]
+            with back():
+                core.core().svd_linear_backward(*arguments, [changed], [True] * 5, options, 1)
+    with back(match="`sigma` should be a float32 tensor on the CPU, as the rows are; got float64 on the CPU"):
+        core.core().svd_linear_backward(g, out, U, sigma.double(), None, [saved], [True] * 5, options, 1)
+    with back(match="`saved` should have"):  # x Q_V, which is the first part of it, alone
+        core.core().svd_linear_backward(g, out, U, sigma, None, [saved[: 5 * 200]], [True] * 5, options, 1)
+    with back(match=r"U and V should be one tensor; got \(200, 200\) and \(199, 200\)"):
+        symmetric = plan(symmetric=True)
+        core.core().svd_linear_backward(g, out, U, sigma, U[1:], [saved], [True] * 5, symmetric, 1)
     freed = torch.randn(200, 200)
     freed.untyped_storage().resize_(0)
-    out, *saved = core.core().householder(x, V, *options, 3)
-    with pytest.raises(RuntimeError, match="memory"):
-        core.core().householder_backward(g, out, freed, *saved, *options, True, True)
+    out, saved = core.core().householder(x, V, plan(), 1)
+    with back(match="`V` should have memory; got a tensor whose storage was freed"):
+        core.core().householder_backward(g, out, freed, [saved], (True, True), plan(), 1)
+
+
+@pytest.mark.parametrize("rows", [5, 40, 300])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["one", "batch"])
+def test_a_copy_of_the_output_survives_what_happens_to_it(rows, batch, precise):
+    """With the copy, the output itself is neither needed nor read; the results are the same to the last bit."""
+    shapes = (*batch, rows, 90), (*batch, 60, 90)
+    x, V = (torch.randn(shape, dtype=precise) for shape in shapes)
+    for save in LEVELS:
+        alone, copied = plan(save=save), plan(save=save, copy_output=True)
+        out, *saved = core.core().householder(x, V, alone, 2)
+        expected = core.core().householder_backward(x, out, V, saved, (True, True), alone, 2)
+        other, *saved = core.core().householder(x, V, copied, 2)
+        assert torch.equal(other, out)
+        assert len(saved) == 1 and torch.equal(saved[0][: out.numel()], out.flatten())
+        other.exp_()
+        for output in (other, None):
+            found = core.core().householder_backward(x, output, V, saved, (True, True), copied, 2)
+            assert all(map(torch.equal, found, expected))
+
+
+# No rows, and no reflectors.
+
+
+def test_empty_ones():
+    for x_shape, V_shape in (
+        ((0, 8), (6, 8)),
+        ((4, 8), (0, 8)),
+        ((0, 8), (0, 8)),
+        ((0, 4, 8), (0, 6, 8)),
+        ((2, 0, 8), (2, 6, 8)),
+        ((2, 4, 8), (2, 0, 8)),
+    ):
+        x, V = torch.randn(x_shape), torch.randn(V_shape)
+        for save in LEVELS:
+            for copy_output in (False, True):
+                out, dx, dV = from_core(x, V, x, block_size=2, save=save, copy_output=copy_output)
+                assert out.shape == dx.shape == x.shape and dV.shape == V.shape
+                assert not dV.any() and (x.numel() == 0 or V.numel() or (torch.equal(out, x) and torch.equal(dx, x)))
+    sigma, no = torch.randn(5), torch.zeros(0, 8)
+    for x, U, V in ((torch.randn(0, 8), torch.randn(5, 8), None), (torch.randn(4, 8), no[:, :5], no)):
+        options = plan(COMPACT, block_size=1)
+        out, dx, *_ = weight_from_core([x, U, sigma, V, None], x[:, :5], options)
+        torch.testing.assert_close(out, x[:, :5] * sigma)
+        torch.testing.assert_close(dx, pad(x[:, :5] * sigma, (0, 3)))
 
 
 # Arguments.
 
 
+def refused(message: str, function: Any, *arguments: Any, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=f"{re.escape(message)}$"):
+        function(*arguments)
+
+
 def test_refuses_what_does_not_fit():
-    householder, svd_linear = core.core().householder, core.core().svd_linear
+    householder, good = core.core().householder, plan(block_size=1, save=SAVE_NOTHING)
     x, V = torch.randn(4, 8), torch.randn(6, 8)
+    for k in (0, -1, 7, 10**9, 2**63 - 1):
+        refused(f"block_size should be from 1 to 6; got {k}", householder, x, V, good._replace(block_size=k), 1)
+    for form in (-1, 3):
+        message = f"form should be 0 (full), 1 (triangular) or 2 (compact); got {form}"
+        refused(message, householder, x, V, good._replace(form=form), 1)
+    for save in (-1, 4):
+        refused(f"save should be from 0 to 3; got {save}", householder, x, V, good._replace(save=save), 1)
+    refused("threads should be at least 1; got 0", householder, x, V, good, 0)
+    refused("a plan should have at least 8 entries; got 7", householder, x, V, good[:7], 1)
+    lengths = "the rows and the reflectors should have one length, at least 1; got "
+    refused(f"{lengths}(4, 7) and (6, 8)", householder, x[:, :7], V, good, 1)
+    refused(f"{lengths}(4, 0) and (6, 0)", householder, x[:, :0], V[:, :0], good, 1)
+    for rows, reflectors, got in (
+        (x, V[None], "(4, 8) and (1, 6, 8)"),
+        (x[None], V.expand(2, 6, 8), "(1, 4, 8) and (2, 6, 8)"),
+        (x, V[0], "(4, 8) and (8,)"),
+        (x[None, None], V[None, None], "(1, 1, 4, 8) and (1, 1, 6, 8)"),
+        (torch.ones(()), V, "() and (6, 8)"),
+    ):
+        message = f"the rows should be (*, d) for `V` (r, d), or (b, m, d) for `V` (b, r, d); got {got}"
+        refused(message, householder, rows, reflectors, good, 1)
+    message = "`V` should be a float32 tensor on the CPU, as the rows are; got float64 on the CPU"
+    refused(message, householder, x, V.double(), good, 1, error=TypeError)
+    for dtype in ("float16", "bfloat16", "int32", "complex64"):
+        t = x.to(getattr(torch, dtype))
+        message = f"the rows should be float32 or float64 on the CPU; got {dtype} on the CPU"
+        refused(message, householder, t, t, good, 1, error=TypeError)
+    identity = "rows of the identity should be at most d, times the transpose; got "
+    of_identity = good._replace(of_identity=True)
+    refused(f"{identity}9 rows for d = 8", householder, torch.eye(9, 8), V, of_identity, 1)
+    with pytest.raises(ValueError, match=identity):
+        householder(torch.eye(8), V, of_identity._replace(transpose=True), 1)
+    out, *_ = householder(torch.eye(8), V, of_identity, 1)
+    message = "rows of the identity should need no gradient"
+    with pytest.raises(RuntimeError, match=message):
+        core.core().householder_backward(out, out, V, [], (True, True), of_identity, 1)
 
-    def refused(message, function, *arguments, error=ValueError):
-        with pytest.raises(error, match=message):
-            function(*arguments)
 
-    for block_size in (0, -1, 7, 10**9):
-        refused(f"block_size should be from 1 to 6, got {block_size}", householder, x, V, False, FULL, block_size, 1, 0)
-        refused("block_size should be from 1 to 6", svd_linear, x, V, None, x, None, FULL, block_size * 2, 1, 0)
-    refused("kind", householder, x, V, False, 4, 1, 1, 0)
-    refused("threads", householder, x, V, False, FULL, 1, 0, 0)
-    refused("save", householder, x, V, False, FULL, 1, 1, 4)
-    refused("one length", householder, x[:, :7], V, False, FULL, 1, 1, 0)
-    refused(r"\(\*, d\)", householder, x, V[None], False, FULL, 1, 1, 0)
-    refused(r"\(\*, d\)", householder, x[None], V.expand(2, 6, 8), False, FULL, 1, 1, 0)
-    refused("one dtype", householder, x, V.double(), False, FULL, 1, 1, 0, error=TypeError)
-    refused("one dtype", householder, x.half(), V.half(), False, FULL, 1, 1, 0, error=TypeError)
-    refused("identity has d rows", householder, torch.eye(9, 8), V, False, FULL, 1, 1, 0, True)
-    refused("by the transpose", householder, torch.eye(8), V, True, FULL, 1, 1, 0, True)
-    refused("as wide as W", svd_linear, x[:, :7], V, None, V, None, FULL, 1, 1, 0)
-    refused("singular values", svd_linear, x, V, torch.ones(9), V, None, FULL, 1, 1, 0)
-    refused("bias", svd_linear, x, V, None, V, torch.ones(7), FULL, 1, 1, 0)
-    refused("compact", svd_linear, x, V, None, None, None, TRIANGULAR, 1, 1, 0)
-    refused("matrices", svd_linear, x, V[0], None, V, None, FULL, 1, 1, 0)
+def test_refuses_a_weight_that_does_not_fit():
+    svd_linear, good = core.core().svd_linear, plan(block_size=1, save=SAVE_NOTHING)
+    x, V = torch.randn(4, 8), torch.randn(6, 8)
+    refused("block_size should be from 1 to 6; got 7", svd_linear, x, V, None, V, None, good._replace(block_size=7), 1)
+    refused(
+        "`x` should have last dimension 8 for a weight of 8×8; got (4, 7)",
+        svd_linear,
+        x[:, :7],
+        V,
+        None,
+        V,
+        None,
+        good,
+        1,
+    )
+    for sigma, shape in ((torch.ones(9), "(9,)"), (torch.ones(2, 2), "(2, 2)")):
+        message = f"`sigma` should have at most 8 singular values for a weight of 8×8; got {shape}"
+        refused(message, svd_linear, x, V, sigma, V, None, good, 1)
+    for bias, shape in ((torch.ones(7), "(7,)"), (torch.ones(8, 1), "(8, 1)")):
+        refused(f"`bias` should have shape (8,); got {shape}", svd_linear, x, V, None, V, bias, good, 1)
+    for name, arguments in {
+        "U": (V.double(), None, V, None),
+        "sigma": (V, torch.ones(8).double(), V, None),
+        "V": (V, None, V.double(), None),
+        "bias": (V, None, V, torch.ones(8).double()),
+    }.items():
+        message = f"`{name}` should be a float32 tensor on the CPU, as the rows are; got float64 on the CPU"
+        refused(message, svd_linear, x, *arguments, good, 1, error=TypeError)
+    message = "U and V should be compact to share a matrix, form 2; got form 1 and no `V`"
+    refused(message, svd_linear, x, V, None, None, None, good._replace(form=TRIANGULAR), 1)
+    refused("`U` and `V` should be matrices; got (8,) and (6, 8)", svd_linear, x, V[0], None, V, None, good, 1)
+    message = "a weight should have at least one row and one column; got 0×8"
+    refused(message, svd_linear, x, V[:, :0], None, V, None, good, 1)
+    out, saved = svd_linear(x, V, None, V, None, plan(block_size=1), 1)
+    for message, g, output, save in (
+        ("save should be at least 1 for a backward pass; got 0", out, out, SAVE_NOTHING),
+        ("the gradient should have last dimension 8; got (4, 7)", out[:, :7], out, SAVE_A),
+        ("the output should have the shape of its gradient, (4, 8); got (3, 8)", out, out[:3], SAVE_A),
+        ("the output should have the shape of its gradient, (4, 8); got None", out, None, SAVE_A),
+    ):
+        arguments = g, output, V, None, V, [saved], [True] * 5, plan(block_size=1, save=save), 1
+        refused(message, core.core().svd_linear_backward, *arguments, error=RuntimeError)
 
 
 class Subclass(torch.Tensor):
@@ -431,20 +704,20 @@ def test_other_python_threads_run_meanwhile(what):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    options = False, FULL, 32, 1
+    options = plan(save=SAVE_T)
     try:
         rows, seconds = 512, 0.0
         while seconds < 3:
             x, V = torch.randn(rows, 512), torch.randn(512, 512)
-            out, *saved = core.core().householder(x, V, *options, 1)
+            out, *saved = core.core().householder(x, V, options, 1)
             seen.clear()
             start = time.perf_counter()
             if what == "forward":
-                core.core().householder(x, V, *options, 0)
+                core.core().householder(x, V, options, 1)
             else:
-                core.core().householder_backward(x, out, V, *saved, *options, True, True)
+                core.core().householder_backward(x, out, V, saved, (True, True), options, 1)
             seconds = time.perf_counter() - start
-            if seconds > 0.3 and any(0.3 < (moment - start) / seconds < 0.7 for moment in seen):
+            if seconds > 0.05 and any(0.3 < (moment - start) / seconds < 0.7 for moment in seen):
                 return
             rows *= 2
     finally:
@@ -458,11 +731,12 @@ def test_shares_the_threads_of_torch():
     script("""
 import os, re, torch
 from fasth.reflections import core
+from fasth.reflections.plan import CORE, Plan
 
 torch.set_num_threads(2)
 torch.randn(1000, 1000).exp()
 before = set(os.listdir("/proc/self/task"))
-core.core().householder(torch.randn(16, 500), torch.randn(500, 500), False, 0, 32, 2, 0)
+core.core().householder(torch.randn(16, 500), torch.randn(500, 500), Plan(CORE, block_size=32), 2)
 maps = open("/proc/self/maps").read()
 assert "_core_" + core.core().isa in maps
 if core.core().openmp:
@@ -484,7 +758,7 @@ def test_inside_another_parallel_region():
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def body(_):
-        results.extend(from_core(x, V, g, threads=2, save=save) for save in (1, 3))
+        results.extend(from_core(x, V, g, threads=2, save=save) for save in (SAVE_T, SAVE_A))
 
     ctypes.CDLL(library.group()).GOMP_parallel(body, None, 2, 0)
     assert len(results) == 4
@@ -499,7 +773,7 @@ def test_inside_another_parallel_region():
 def test_after_a_fork():
     script("""
 import multiprocessing, torch
-from fasth.problems import *
+from fasth.tools.problems import *
 from test_core import draw, from_core, from_definition
 
 x, V, g = draw(Problem("", (24, 150), (150, 150)), torch.float64)  # so small that torch itself needs no threads
@@ -519,8 +793,8 @@ check()  # the parent goes on as before
 """)
 
 
-@each_level
-def test_every_instruction_set_by_environment(level):
+def test_an_instruction_set_by_environment():
+    level, *_ = core.available_levels()
     assert script("from fasth.reflections import core\nprint(core.core().isa)", FASTH_ISA=level).strip() == level
 
 
@@ -530,25 +804,24 @@ def test_every_instruction_set_by_environment(level):
 def test_the_pool_hands_out_what_nobody_holds():
     """Memory of freed tensors is used again; that of living ones is not."""
     x, V = torch.randn(5, 600), torch.randn(600, 600)
-    options = False, FULL, 32, 2
-    held = core.core().householder(x, V, *options, 3)
-    held += core.core().householder_backward(x, held[0], V, *held[1:], *options, True, True)
+    arguments = (True, True), plan(), 2
+    held = core.core().householder(x, V, plan(), 2)
+    held += core.core().householder_backward(x, held[0], V, held[1:], *arguments)
     before = [t.view(torch.int32).clone() for t in held]  # parts of A are not initialised, and may be nan
     for _ in range(3):
-        out, *saved = core.core().householder(x + 1, V, *options, 3)
-        addresses = {t.data_ptr() for t in saved}
-        core.core().householder_backward(x, out, V, *saved, *options, True, True)
+        out, saved = core.core().householder(x + 1, V, plan(), 2)
+        address = saved.data_ptr()
+        core.core().householder_backward(x, out, V, [saved], *arguments)
         del out, saved
     assert all(torch.equal(a.view(torch.int32), b) for a, b in zip(held, before, strict=True))
-    *_, T, Z, A = core.core().householder(x, V, *options, 3)
-    assert addresses == {t.data_ptr() for t in (T, Z, A)}
+    _, saved = core.core().householder(x, V, plan(), 2)
+    assert saved.data_ptr() == address and address != held[1].data_ptr()
 
 
 def test_a_large_gradient_is_a_tensor_like_any_other():
     x, V = torch.randn(3, 600), torch.nn.Parameter(torch.randn(600, 600))
-    options = False, FULL, 32, 1
-    out, *saved = core.core().householder(x, V.detach(), *options, 3)
-    _, dV = core.core().householder_backward(x, out, V.detach(), *saved, *options, True, True)
+    out, *saved = core.core().householder(x, V.detach(), plan(), 1)
+    _, dV = core.core().householder_backward(x, out, V.detach(), saved, (True, True), plan(), 1)
     expected = dV.clone()
     assert dV.is_contiguous() and dV.shape == V.shape and not dV.requires_grad
     assert torch.equal(copy.deepcopy(dV), expected)
@@ -565,27 +838,28 @@ def test_running_out_of_memory_is_a_python_error():
     script("""
 import resource, torch
 from fasth.reflections import core
+from fasth.reflections.plan import CORE, Plan
 
-x, V, options = torch.ones(1).expand(2, 2**18, 1024), torch.ones(2, 1, 1024), (False, 0, 1, 2)
+x, V, plan = torch.ones(1).expand(2, 2**18, 1024), torch.ones(2, 1, 1024), Plan(CORE)
 few = x[:, :5]
-expected = core.core().householder(few, V, *options, 0)[0]
+expected = core.core().householder(few, V, plan, 2)[0]
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**30,) * 2)  # room for the 2 GiB of the result, not for its copy
-for save in (0, 3):
+for options in (dict(save=0), dict(save=3), dict(copy_output=True)):
     try:
-        core.core().householder(x, V, *options, save)
+        core.core().householder(x, V, plan._replace(**options), 2)
     except MemoryError:
         pass
     else:
         raise AssertionError("3 GiB were enough")
-assert torch.equal(core.core().householder(few, V, *options, 0)[0], expected)
+assert torch.equal(core.core().householder(few, V, plan, 2)[0], expected)
 """)
 
 
 def test_a_gradient_past_the_caches_may_end_anywhere():
     """Written in whole packets where it is aligned, which rows beyond the last reflector need not be."""
     x, V = torch.randn(2, 4, 1016), torch.randn(1016, 2, 1032).permute(1, 2, 0)
-    (_, _, strided), (_, _, expected) = (from_core(x, t, x, kind=TRIANGULAR) for t in (V, V.contiguous()))
+    (_, _, strided), (_, _, expected) = (from_core(x, t, x, form=TRIANGULAR) for t in (V, V.contiguous()))
     torch.testing.assert_close(strided, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -618,5 +892,5 @@ def test_entries_further_apart_than_an_int_can_count(shapes, stride, transpose):
 def test_more_reflectors_than_an_int_can_count():
     x, V = torch.randn(2, 5, dtype=torch.float64), torch.randn(1, 5, dtype=torch.float64)
     many = V.expand(2**31 + 7, 5)  # of which all but the first five are zero
-    actual, *_ = core.core().householder(x, many, False, TRIANGULAR, 5, 1, 0)
+    actual, *_ = core.core().householder(x, many, plan(TRIANGULAR, block_size=5, save=SAVE_NOTHING), 1)
     torch.testing.assert_close(actual, definition.householder(x, V.expand(5, 5), triangular=True))

@@ -112,7 +112,6 @@ def converted_by_hand() -> nn.Module:
     return found
 
 
-@pytest.mark.xfail(reason="a write through .data into the weight that a layer of fasth computes is not noticed")
 @pytest.mark.parametrize("merge", [merge_and_unload, safely, in_place, safely_in_place])
 @pytest.mark.parametrize("make", [registered, converted_by_hand])
 def test_a_merge_into_an_svd_is_right_or_raises(make: Callable[[], nn.Module], merge: Merge) -> None:

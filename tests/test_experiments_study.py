@@ -150,7 +150,7 @@ def test_the_command_reports(finished):
 def test_the_command_resumes(finished, tmp_path, monkeypatch):
     _, lines = finished
     make_tiny(monkeypatch)
-    monkeypatch.setattr(figures, "draw", lambda study, folder: [])
+    monkeypatch.setattr(figures, "draw", lambda study, folder: None)
     file = tmp_path / "results.jsonl"
     file.write_text("".join(lines[:-1]) + lines[-1][:20])  # as if interrupted in the last run
     arguments = [*QUICKLY, "--out", str(tmp_path)]

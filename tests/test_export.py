@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import fasth
 import fasth.nn as fnn
 from fasth import spectrum
-from fasth.twins import perturbed
+from fasth.tools.twins import perturbed
 
 
 def model() -> nn.Module:

@@ -32,7 +32,7 @@ import fasth.flows.nflows
 import fasth.flows.normflows
 import fasth.flows.zuko
 from fasth import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, param_groups
-from fasth.twins import definition_weight, perturbed
+from fasth.tools.twins import definition_weight, perturbed
 
 ForNflows = fasth.flows.nflows.SVDTransform
 ForNormflows = fasth.flows.normflows.SVDTransform

@@ -37,7 +37,7 @@ from fasth import (
     to_dense,
 )
 from fasth.flows import whiten_
-from fasth.twins import perturbed
+from fasth.tools.twins import perturbed
 
 POSITIVE = spectrum.positive()
 LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, stack_mod
 from torch.utils.checkpoint import checkpoint
 
 from fasth import LinearSVD
-from fasth.twins import perturbed
+from fasth.tools.twins import perturbed
 
 DOUBLE = torch.float64
 VMAPPED = {name: case for name, case in ALL.items() if name not in BY_KERNELS}

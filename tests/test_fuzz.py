@@ -16,8 +16,8 @@ from fuzz.subjects import run_case
 
 from fasth.nn import cache
 from fasth.nn.linear import LinearSVD
-from fasth.problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, from_definition, with_gradients
 from fasth.reflections import autograd, core, definition
+from fasth.tools.problems import DIRECTIONS, PROBLEMS, Problem, assert_all_close, from_definition, with_gradients
 
 SEED = 5
 

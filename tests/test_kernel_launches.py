@@ -13,8 +13,9 @@ from torch import Tensor
 import fasth
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.functional import FORMS, reflect
-from fasth.reflections import backends, precision
-from fasth.reflections.plan import TORCH, TRITON, backend_for, counting_kernels
+from fasth.reflections import planner, precision
+from fasth.reflections.plan import COMPACT, FULL, TORCH, TRITON
+from fasth.reflections.planner import backend_for, counting_kernels
 from fasth.reproduce.counts import observed
 
 SIZES = [64, 100, 768, 1024, 2048]
@@ -122,7 +123,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
 sys.modules["triton"] = None
 import torch, fasth
-from fasth.reflections.plan import backend_for, kernels_setting
+from fasth.reflections.planner import backend_for, kernels_setting
 print(kernels_setting(), backend_for(torch.ones(1)), fasth.LinearSVD(3, 3)(torch.ones(2, 3)).shape)
 """
     assert script(code).startswith("not installed core") or not fasth.reflections.core.available_levels()
@@ -133,18 +134,19 @@ def test_fake_cuda_tensors_reach_the_operators(stored: torch.dtype) -> None:
     """No device is needed to trace a graph for one, and no value is read back: fake tensors have none."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    of_Q, of_W = (FULL, False, 1, 1, True, False, False), (COMPACT, False, 1, 1, True, False, False)
     with FakeTensorMode():
         x, V = (torch.empty(shape, dtype=stored, device="cuda") for shape in ((5, 40), (40, 40)))
-        out, T, scale = torch.ops.fasth.triton_householder(x, V, False, 0, True, False)
-        dx, dV = torch.ops.fasth.triton_householder_backward(out, out, V, T, scale, False, 0, True, True)
+        out, copy, T, scale = torch.ops.fasth.householder(x, V, *of_Q)
+        dx, dV = torch.ops.fasth.householder_backward(out, None, V, [copy, T, scale], [True, True], *of_Q)
         sigma, bias = x.new_empty(40), x.new_empty(40)
-        y, *saved = torch.ops.fasth.triton_svd_linear(x, V, sigma, None, bias, 3, True)
-        inner, product, *factors = saved
+        y, *saved = torch.ops.fasth.svd_linear(x, V, sigma, None, bias, *of_W)
         needs = [True, True, True, False, True]
-        found = torch.ops.fasth.triton_svd_linear_backward(y, inner, product, V, sigma, None, *factors, 3, needs, False)
+        found = torch.ops.fasth.svd_linear_backward(y, None, V, sigma, None, saved, needs, *of_W)
     assert {t.device.type for t in (out, T, dx, dV, y, *saved, *found)} == {"cuda"}
-    assert (out.dtype, dV.dtype, y.dtype, T.dtype, inner.dtype) == (stored,) * 3 + (torch.float32,) * 2
-    assert [tuple(t.shape) for t in found] == [(5, 40), (40, 40), (40,), (0,), (40,)]
+    assert (out.dtype, copy.dtype, dV.dtype, y.dtype) == (stored,) * 4
+    assert {t.dtype for t in (T, scale, *saved)} == {torch.float32}
+    assert [tuple(t.shape) for t in found] == [(5, 40), (40, 40), (40,), (40,)]
 
 
 def test_kernels_that_cannot_be_launched_leave_the_work_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +158,11 @@ def test_kernels_that_cannot_be_launched_leave_the_work_to_pytorch(monkeypatch: 
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(launch, "factored", fails)
-    backends._can_launch.cache_clear()
+    planner._can_launch.cache_clear()
     with pytest.warns(RuntimeWarning, match="PyTorch's products are used .*Failed to find C compiler"):
-        assert not backends._can_launch(torch.device("cpu"))
-    assert not backends._can_launch(torch.device("cpu"))  # it warns once
-    backends._can_launch.cache_clear()
+        assert not planner._can_launch(torch.device("cpu"))
+    assert not planner._can_launch(torch.device("cpu"))  # it warns once
+    planner._can_launch.cache_clear()
 
 
 def test_an_inherited_setting_stays_inherited() -> None:

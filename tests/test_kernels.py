@@ -20,13 +20,15 @@ from torch.nn import functional as F
 
 import fasth
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
-from fasth.cli import main
 from fasth.functional import reflect, svd_linear
-from fasth.problems import PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
-from fasth.reflections import backends, heuristics
-from fasth.reflections.plan import TRITON, backend_for
+from fasth.reflections import planner
+from fasth.reflections.autograd import with_sign_guard
+from fasth.reflections.plan import COMPACT, FULL, TORCH, TRIANGULAR, TRITON
+from fasth.reflections.planner import backend_for
 from fasth.reflections.triton import launch
-from fasth.twins import orthogonality, perturbed
+from fasth.tools.cli import main
+from fasth.tools.problems import PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
+from fasth.tools.twins import orthogonality, perturbed
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ def launched() -> Iterator[list[str]]:
 
 def test_this_process_interprets_the_kernels() -> None:
     assert backend_for(torch.ones(1)) == TRITON
-    assert backend_for(torch.ones(1, dtype=torch.float64)) == backends.TORCH
+    assert backend_for(torch.ones(1, dtype=torch.float64)) == TORCH
 
 
 SMALL = [p for p in PROBLEMS if p.name not in ("many rows", "more rows than d", "several default blocks", "wide")]
@@ -121,6 +123,9 @@ def test_compact_reflectors_are_read_in_place(
     actual = with_gradients(lambda x, m: reflect(x, side(m), "compact", transpose=transpose), x, matrix)
     expected = with_gradients(definition, x, matrix)
     assert_all_close(actual[:2], expected[:2], matrix)
+    guard = with_sign_guard(torch.zeros(shape), matrix)
+    torch.testing.assert_close(actual[2].diagonal(), guard.diagonal())
+    actual[2].fill_diagonal_(0)
     assert_close(actual[2], expected[2], expected[0].norm() * expected[1].norm(), max(shape))
     assert "gradient" in launched
 
@@ -247,22 +252,28 @@ def test_transforms_take_pytorch(launched: list[str]) -> None:
 
 
 def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
+    """With the entries of a plan: form, transpose, block size, what is saved, a copy, of the identity, symmetric."""
     ops = torch.ops.fasth
     x, V, g = torch.randn(3, 20), torch.randn(20, 20), torch.randn(3, 20)
     U, sigma, bias = torch.randn(12, 20), torch.randn(12), torch.randn(12)
-    out, T, scale = ops.triton_householder(x, V, False, 0, True, False)
-    product, *saved = ops.triton_svd_linear(x, U, sigma, None, bias, 3, True)
-    inner, unbiased, *factors = saved
+    of_Q = FULL, False, 1, 1, True, False, False
+    of_W = COMPACT, False, 1, 1, True, False, False
+    _, *saved = ops.householder(x, V, *of_Q)
+    product, *saved_of_W = ops.svd_linear(x, U, sigma, None, bias, *of_W)
     needs = [True] * 3 + [False, True]
     return [
-        (ops.triton_householder, (x, V, False, 0, True, False)),
-        (ops.triton_householder, (x.bfloat16(), V.bfloat16(), True, 1, False, False)),
-        (ops.triton_householder, (x.expand(2, 3, 20), torch.randn(2, 5, 20), False, 2, True, False)),
-        (ops.triton_householder_backward, (g, out, V, T, scale, False, 0, True, True)),
-        (ops.triton_householder_backward, (g, None, V, T, scale, False, 0, True, False)),
-        (ops.triton_svd_linear, (x, U, sigma, None, bias, 3, True)),
-        (ops.triton_svd_linear, (x, torch.randn(9, 9), None, V, None, 0, True)),
-        (ops.triton_svd_linear_backward, (product, inner, unbiased, U, sigma, None, *factors, 3, needs, False)),
+        (ops.householder, (x, V, *of_Q)),
+        (ops.householder, (x.bfloat16(), V.bfloat16(), TRIANGULAR, True, 1, 0, False, False, False)),
+        (ops.householder, (x.expand(2, 3, 20), torch.randn(2, 5, 20), COMPACT, False, 1, 1, True, False, False)),
+        (ops.householder_backward, (g, None, V, saved, [True, True], *of_Q)),
+        (ops.householder_backward, (g, None, V, saved, [True, False], *of_Q)),
+        (ops.svd_linear, (x, U, sigma, None, bias, *of_W)),
+        (
+            ops.svd_linear,
+            (x, torch.randn(9, 20), None, torch.randn(7, 20), None, FULL, False, 1, 1, False, False, False),
+        ),
+        (ops.svd_linear, (x, torch.randn(9, 20), sigma, None, None, COMPACT, False, 1, 1, True, False, True)),
+        (ops.svd_linear_backward, (product, None, U, sigma, None, saved_of_W, needs, *of_W)),
     ]
 
 
@@ -290,7 +301,7 @@ def test_a_compiled_graph_has_the_operators_and_no_break(launched: list[str]) ->
     out = compiled(x)
     out.sum().backward()
     torch.testing.assert_close(out, expected)
-    assert sum("triton_svd_linear_backward" in name for name in names) == 2
+    assert sum("svd_linear_backward" in name for name in names) == 2
     assert launched.count("gradient") == 3  # both sides of one, one of the other
 
 
@@ -324,8 +335,7 @@ def test_info_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tune_measures_the_kernels(launched: list[str]) -> None:
-    found = fasth.tune(4, 2).entry
-    assert found.warps in launch.SWEEP_WARPS[16] and found.kernel_rows >= 0
+    assert fasth.tune(4, 2).entry.kernel_rows >= 0
     assert "gradient" in launched
 
 
@@ -343,9 +353,9 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_many_rows_are_not_a_matter_of_the_kernels_alone() -> None:
-    where = heuristics.Where("cuda", torch.float32)
-    assert heuristics.kernels_pay(10**6, 2048, 2048, False, where)  # forced, in this process
-    assert not heuristics.kernels_pay(1, 4096, 4096, False, where)  # longer than a program holds
+    where = planner.Where(TRITON, "cuda")
+    assert planner.kernels_pay(10**6, 2048, 2048, where)  # forced, in this process
+    assert not planner.kernels_pay(1, 4096, 4096, where)  # longer than a program holds
 
 
 def test_sigma_of_one_side_alone() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fasth.reflections.plan import COMPACT
+
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 triton: Any = pytest.importorskip("triton", reason="Triton has no build for this system")
 gpu_resources: Any = pytest.importorskip("gpu_resources")
@@ -21,9 +23,9 @@ SPILLS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 def chosen() -> list[Any]:
     """Of a small, a usual and the largest size, LinearSVD's step; and the gradient in both precisions."""
-    launches = gpu_resources.launches([64, 1000, 2048], ["float32"], tuned=False)
-    launches += gpu_resources.launches([256], ["bfloat16"], tuned=False)
-    return [one for one in launches if dict(one.constants).get("KIND", 3) == 3]
+    launches = gpu_resources.launches([64, 1000, 2048], ["float32"], precisions=["ieee"])
+    launches += gpu_resources.launches([256], ["bfloat16"], precisions=["ieee"])
+    return [one for one in launches if dict(one.constants).get("FORM", COMPACT) == COMPACT]
 
 
 @pytest.mark.parametrize("target", gpu_resources.TARGETS)

@@ -7,11 +7,18 @@ import torch
 from torch.func import jvp, vmap
 
 from fasth import householder
-from fasth.problems import DIRECTIONS, assert_all_close, from_definition, nearly_parallel, with_gradients, zero_rows
 from fasth.reflections import blocked, definition
-from fasth.reflections.plan import block_size_by_rule
+from fasth.reflections.planner import block_size_by_rule
 from fasth.reproduce.counts import count
 from fasth.reproduce.methods import COMPACT, FULL, TRIANGULAR
+from fasth.tools.problems import (
+    DIRECTIONS,
+    assert_all_close,
+    from_definition,
+    nearly_parallel,
+    with_gradients,
+    zero_rows,
+)
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 on_pytorch = pytest.mark.parametrize("path", ["pytorch"], indirect=True)

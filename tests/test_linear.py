@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize, prune
 from fasth import cached, spectrum
 from fasth.nn import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.operators import Orthogonal
-from fasth.twins import definition_weight, orthogonality, perturbed
+from fasth.tools.twins import definition_weight, orthogonality, perturbed
 
 KINDS = [LinearSVD, LinearSymmetric, LinearOrthogonal]
 SHAPES = [(1, 1), (1, 5), (5, 1), (6, 6), (4, 9), (9, 4), (40, 40), (70, 33), (33, 70)]

@@ -20,8 +20,8 @@ from fasth import cached, spectrum
 from fasth.convert import Conversion, compress, to_dense, to_svd
 from fasth.functional import svd_linear
 from fasth.nn import RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
-from fasth.reflections import plan as heuristics
-from fasth.twins import definition_weight, orthogonality, perturbed
+from fasth.reflections import planner
+from fasth.tools.twins import definition_weight, orthogonality, perturbed
 
 SIZES = [(6, 6, 1), (6, 6, 5), (9, 4, 2), (4, 9, 3), (70, 33, 20), (130, 140, 33)]  # in, out, rank
 each_size = pytest.mark.parametrize(("m", "n", "r"), SIZES)
@@ -51,7 +51,8 @@ def assert_same(actual: Tensor, expected: Tensor, roundings: float = 200) -> Non
 def test_value_and_gradients_are_those_of_the_dense_twin(
     path: str, m: int, n: int, r: int, form: str, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heuristics, "thin_crossover_by_rule", lambda *_: -1 if many else math.inf)
+    planner.forget_plans()
+    monkeypatch.setattr(planner, "thin_crossover_by_rule", lambda *_: -1 if many else math.inf)
     for dtype in (torch.float64, torch.float32):
         layer = perturbed(LinearSVD(m, n, rank=r, reflectors=form, dtype=dtype))
         for rows in ((3,), (), (0,), (2, 3)):
@@ -61,7 +62,7 @@ def test_value_and_gradients_are_those_of_the_dense_twin(
 @each_form
 def test_many_rows_are_multiplied_by_two_thin_matrices(form: str) -> None:
     n, m, r = 90, 100, 7
-    rows = math.ceil(heuristics.thin_crossover_by_rule(n, m, r, r, r)) + 1
+    rows = math.ceil(planner.thin_crossover_by_rule(n, m, r, r, r)) + 1
     layer, x = LinearSVD(m, n, rank=r, reflectors=form), torch.randn(rows, m)
     with FlopCounterMode(display=False) as flops:  # which the core's products do not show in
         out = layer(x)
@@ -71,18 +72,17 @@ def test_many_rows_are_multiplied_by_two_thin_matrices(form: str) -> None:
 
 
 def test_from_how_many_rows_on_the_columns_are_formed() -> None:
-    assert 2 * 64 < heuristics.thin_crossover_by_rule(1024, 1024, 64, 64, 64) < 2.2 * 64
-    assert heuristics.thin_crossover_by_rule(64, 64, 8, 8, 8) > 64  # where a call takes as long as the product
+    assert 2 * 64 < planner.thin_crossover_by_rule(1024, 1024, 64, 64, 64) < 2.2 * 64
+    assert planner.thin_crossover_by_rule(64, 64, 8, 8, 8) > 64  # where a call takes as long as the product
     # Square U and V of which a few columns are used: applying all of the reflections to each row is worse still.
-    assert heuristics.thin_crossover_by_rule(64, 64, 64, 64, 8) < heuristics.thin_crossover_by_rule(64, 64, 8, 8, 8)
-    assert heuristics.thin_crossover_by_rule(64, 64, 0, 8, 8) == math.inf
-    assert heuristics.forming_svd_pays(140, 1024, 1024, 64, 64, 64, True)
-    assert not heuristics.forming_svd_pays(128, 1024, 1024, 64, 64, 64, True)
+    assert planner.thin_crossover_by_rule(64, 64, 64, 64, 8) < planner.thin_crossover_by_rule(64, 64, 8, 8, 8)
+    assert planner.thin_crossover_by_rule(64, 64, 0, 8, 8) == math.inf
+    assert planner.forming_svd_pays(140, 1024, 1024, 64, 64, 64, True, planner.Where())
+    assert not planner.forming_svd_pays(128, 1024, 1024, 64, 64, 64, True, planner.Where())
     # All singular values: W is formed, as before.
     for rows in (50, 400):
-        assert heuristics.forming_svd_pays(rows, 64, 64, 64, 64, 64, True) == heuristics.forming_pays(
-            rows, 64, 64, True, sides=2
-        )
+        pays = planner.forming_svd_pays(rows, 64, 64, 64, 64, 64, True, planner.Where())
+        assert pays == planner.forming_pays(rows, 64, 64, True, planner.Where(), sides=2)
 
 
 @pytest.mark.parametrize("form", ["full", "triangular", "compact", "shared"])
@@ -93,7 +93,7 @@ def test_fewer_singular_values_than_reflectors(path: str, form: str) -> None:
     U, V = (U[:, :m], None) if form == "shared" else (U, V)
     kind = "compact" if form == "shared" else form
     sigma, x = torch.randn(k).double(), torch.randn(200_000, m).double()
-    assert heuristics.forming_svd_pays(len(x), n, m, n, m, k, form != "full")
+    assert planner.forming_svd_pays(len(x), n, m, n, m, k, form != "full", planner.Where())
     torch.testing.assert_close(
         svd_linear(x, U, sigma, V, form=kind)[:5], svd_linear(x[:5], U, sigma, V, form=kind), rtol=1e-10, atol=1e-12
     )

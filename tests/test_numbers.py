@@ -8,7 +8,7 @@ import torch
 from scipy.linalg import lapack
 
 from fasth import householder
-from fasth.problems import DIRECTIONS, assert_close, from_definition, with_gradients
+from fasth.tools.problems import DIRECTIONS, assert_close, from_definition, with_gradients
 
 pytestmark = pytest.mark.usefixtures("path")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")

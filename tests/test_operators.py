@@ -18,7 +18,7 @@ from torch import Tensor
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.operators.matrix import has_entry
 from fasth.operators.orthogonal import FORMS, compact_from_dense, haar_compact
-from fasth.problems import every_other_column, from_definition, zero_rows
+from fasth.tools.problems import every_other_column, from_definition, zero_rows
 
 LinAlgError = torch.linalg.LinAlgError
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from zoo.libraries import define_operators_of_torchvision, missing
 
-from fasth import cli
+from fasth.tools import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

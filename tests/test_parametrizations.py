@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from fasth import SVD, parametrizations, spectrum
 from fasth.parametrizations import orthogonal, svd
-from fasth.twins import orthogonality, perturbed
+from fasth.tools.twins import orthogonality, perturbed
 
 MODULES: dict[str, tuple[Callable[..., Any], str, tuple[int, ...] | None]] = {
     "square": (lambda **o: nn.Linear(6, 6, **o), "weight", (3, 6)),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fasth
+from fasth.convert.parametrized import PARAMETRIZED
 from fasth.nn.held_weight import HeldWeight, held_weights
-from fasth.nn.parametrized import PARAMETRIZED
 from fasth.nn.registry import converter_for, register
 from fasth.parametrizations import svd
 

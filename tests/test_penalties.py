@@ -10,7 +10,7 @@ from layers import ALL, Case, of_every, trained
 from torch import Tensor, nn
 
 from fasth import LinearOrthogonal, LinearSVD, nuclear_norm, parametrizations, spectrum, to_svd
-from fasth.twins import perturbed
+from fasth.tools.twins import perturbed
 
 DOUBLE = torch.float64
 

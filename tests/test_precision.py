@@ -11,7 +11,7 @@ from layers import ALL, CASES, Case, of_every, output, trained
 from torch import Tensor, nn
 
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric, spectrum
-from fasth.twins import orthogonality, perturbed
+from fasth.tools.twins import orthogonality, perturbed
 
 LOW = [torch.bfloat16, torch.float16]
 SIZES = [64, 256, 1024]

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fasth
-from fasth import private
+from fasth import _private
 
 PRIVATE = re.compile(
     r"\btorch(\.\w+)*\._[a-z]\w*|from torch(\.\w+)*\._\w+|import torch(\.\w+)*\._\w+|forward_ad\._\w+"
-    r"|\._(version|parameters|buffers|modules|\w*hooks|flat_weights\w*|reversed_padding\w*|op)\b"
+    r"|\._(version|parameters|buffers|modules|\w*hooks|flat_weights\w*|reversed_padding\w*|op|cached_x_y|cache_size)\b"
 )
 
 
@@ -31,8 +31,8 @@ def test_all_private_names_are_in_one_file() -> None:
         for path in folder.rglob("*.py")
         for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))
     }
-    names = {name for path, name in found if path == "private.py"}
-    assert {path for path, _ in found} == {"private.py"}, found
+    names = {name for path, name in found if path == "_private.py"}
+    assert {path for path, _ in found} == {"_private.py"}, found
     assert len(names) <= 8, names  # of the library; hooks of a module count as one, and so do those of a tensor
 
 
@@ -41,32 +41,32 @@ def test_transforms_are_noticed() -> None:
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(private.transform_active())
+        seen.append(_private.transform_active())
         return x.sum()
 
-    assert not private.transform_active()
+    assert not _private.transform_active()
     torch.func.vmap(look)(x)
     torch.func.grad(look)(x)
     torch.func.jvp(look, (x,), (x,))
     with forward_ad.dual_level():
         look(forward_ad.make_dual(x, x))
     assert seen == [True] * 4
-    assert not private.transform_active()
+    assert not _private.transform_active()
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: FlopCounterMode(display=False)])
 def test_dispatch_modes_are_noticed(mode) -> None:
-    assert not private.dispatch_mode_active()
+    assert not _private.dispatch_modes()
     with mode():
-        assert private.dispatch_mode_active()
-    assert not private.dispatch_mode_active()
+        assert _private.dispatch_modes()
+    assert not _private.dispatch_modes()
 
 
 def test_hooks_of_saved_tensors_are_noticed() -> None:
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(private.saved_tensors_hooks_active())
+        seen.append(_private.saved_tensors_hooks_active())
         return x.sin()
 
     x = torch.randn(3, requires_grad=True)
@@ -85,14 +85,14 @@ def test_tensors_that_a_module_holds() -> None:
     pruned = prune.identity(nn.Linear(2, 3), "weight")
     for module in (layer, replica, pruned):
         for other in (layer, replica, pruned):
-            assert private.holds(module, {"weight": other.weight}) == (module is other)
+            assert _private.holds(module, {"weight": other.weight}) == (module is other)
 
 
 def test_fake_tensors_are_noticed() -> None:
     x, other = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
     fake = FakeTensorMode().from_tensor(x)
-    assert private.is_fake(fake) and not private.is_fake(x)
-    assert private.stands_for(fake, x) and not private.stands_for(fake, other) and not private.stands_for(x, x)
+    assert _private.is_fake(fake) and not _private.is_fake(x)
+    assert _private.stands_for(fake, x) and not _private.stands_for(fake, other) and not _private.stands_for(x, x)
 
 
 HOOKS = {
@@ -112,9 +112,9 @@ HOOKS = {
 @pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS.keys())
 def test_hooks_are_counted(register) -> None:
     layer = nn.Linear(3, 3)
-    assert private.number_of_hooks(layer) == 0
+    assert _private.number_of_hooks(layer) == 0
     register(layer)
-    assert private.number_of_hooks(layer) == 1
+    assert _private.number_of_hooks(layer) == 1
 
 
 def test_a_shallow_copy_has_load_hooks_of_its_own() -> None:

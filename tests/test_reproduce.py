@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fasth.cli import main
 from fasth.reproduce import counts, memory, operations, tables
 from fasth.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
 from fasth.reproduce.methods import COMPACT, FULL, LINEAR, METHODS
 from fasth.reproduce.tasks import Counting, Entry, InTurns, Settings
 from fasth.reproduce.timing import environment, verify
+from fasth.tools.cli import main
 
 pytest.importorskip("rich", reason="rich is not installed; it comes with fasth[reproduce]")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed; it comes with fasth[reproduce]")
@@ -301,7 +301,7 @@ def test_a_run_on_a_gpu_says_which_file_to_send(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: [])
     assert reproduce(tmp_path) == 0
     assert "send" not in capsys.readouterr().err
-    monkeypatch.setattr("fasth.device.require", lambda device: None)
+    monkeypatch.setattr("fasth.tools.device.require", lambda device: None)
     monkeypatch.setattr("fasth.reproduce.command.environment", lambda device: environment() | {"device": "a GPU"})
     assert reproduce(tmp_path, "--device", "cuda", "--again") == 0
     assert f"send {tmp_path / runner.FILE}" in "".join(capsys.readouterr().err.splitlines())

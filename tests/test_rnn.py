@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from fasth import GRUSVD, LSTMSVD, RNNSVD, cached, spectrum, to_dense, to_svd
 from fasth.nn import rnn as rnn_module
 from fasth.nn.recurrent import Recurrent
-from fasth.twins import definition_weight, perturbed
+from fasth.tools.twins import definition_weight, perturbed
 
 KINDS = {
     "modrelu": RNNSVD,

@@ -14,7 +14,7 @@ from torch import nn
 
 from fasth import LinearSVD, parametrizations, spectra, spectrum
 from fasth.spectra import Spectra
-from fasth.twins import perturbed
+from fasth.tools.twins import perturbed
 
 
 def weights_of(layer: Any) -> list[torch.Tensor]:

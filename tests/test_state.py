@@ -27,7 +27,7 @@ from fasth import (
     to_svd,
 )
 from fasth.reflections import core
-from fasth.twins import orthogonality, perturbed
+from fasth.tools.twins import orthogonality, perturbed
 
 
 def _by_torch(state: dict[str, Tensor], tmp_path: Any) -> dict[str, Tensor]:

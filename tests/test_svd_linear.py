@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fasth import functional
 from fasth.functional import svd_dense, svd_linear
-from fasth.problems import gradient_of
 from fasth.reflections import definition
 from fasth.reflections.blocked import expand_compact
+from fasth.tools.problems import gradient_of
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fasth.device import first_line, require
 from fasth.reflections import core
 from fasth.reproduce.methods import LINEAR, METHODS, Case
 from fasth.reproduce.timing import WrongAnswer, environment, measure, verify
-from fasth.timing import Timing
+from fasth.tools.device import first_line, require
+from fasth.tools.timing import Timing
 
 
 def case(name: str = "right", function=torch.nn.functional.linear) -> Case:
@@ -187,13 +187,13 @@ def test_the_environment_of_a_gpu_has_its_name_size_and_versions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr("fasth.device.version", {"triton": "3.7.1"}.get)
+    monkeypatch.setattr("fasth.tools.device.version", {"triton": "3.7.1"}.get)
     found = environment("cuda:1")
     assert found["device"] == "a GPU" and found["versions"]["triton"] == "3.7.1"
     assert (found["gpu"]["capability"], found["gpu"]["multiprocessors"]) == ("8.6", 82)
     assert (found["gpu"]["cuda"], found["gpu"]["hip"], found["gpu"]["memory"]) == ("12.6", None, 24 << 30)
     assert "torch" in found["versions"] and json.dumps(found)
-    monkeypatch.setattr("fasth.device.version", lambda package: None)
+    monkeypatch.setattr("fasth.tools.device.version", lambda package: None)
     assert "triton" not in environment("cuda")["versions"]
 
 

@@ -8,8 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from fasth import householder
-from fasth.problems import DIRECTIONS, PROBLEMS, Problem, from_definition
 from fasth.reflections import definition
+from fasth.tools.problems import DIRECTIONS, PROBLEMS, Problem, from_definition
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 # Q jumps at a zero reflector: by symmetry it has a first derivative there, but no second. Finite differences cannot

@@ -5,24 +5,35 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from processes import python, script
 
 from fasth import LinearSVD, householder
-from fasth.cli import main
-from fasth.reflections import heuristics, tuning_file
-from fasth.tune import block_sizes, tune
+from fasth.reflections import planner, tuning_file
+from fasth.reflections.planner import Where, default_block_size, forming_pays, forming_svd_pays
+from fasth.tools.cli import main
+from fasth.tools.tune import block_sizes, tune
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A cache folder of its own for each test."""
     monkeypatch.setenv("FASTH_CACHE_DIR", str(tmp_path))
-    tuning_file.invalidate()
+    planner.forget_plans()
     yield tmp_path
-    tuning_file.invalidate()
+    planner.forget_plans()
+
+
+def store(found: tuning_file.Entry) -> None:
+    tuning_file.store(found)
+    planner.forget_plans()
+
+
+def here(dtype: torch.dtype = torch.float32) -> Where:
+    return Where(dtype=dtype, threads=torch.get_num_threads())
 
 
 def entry(**changes) -> tuning_file.Entry:
@@ -35,16 +46,16 @@ def entry(**changes) -> tuning_file.Entry:
 
 
 def test_what_was_found_is_used_from_then_on():
-    assert heuristics.default_block_size(48) == 24
-    assert not heuristics.forming_pays(60, 48, 48, True)
-    tuning_file.store(entry())
+    assert default_block_size(48, here()) == 24
+    assert not forming_pays(60, 48, 48, True, here())
+    store(entry())
     for _ in range(2):
-        assert heuristics.default_block_size(48) == 5
-        assert heuristics.default_block_size(47) == 24
-        assert [heuristics.forming_pays(rows, 48, 48, True) for rows in (48, 59, 60)] == [False, False, True]
-        assert [heuristics.forming_pays(rows, 48, 48, False) for rows in (49, 50)] == [False, True]
-        assert not heuristics.forming_pays(60, 40, 48, True), "found for as many reflections as dimensions"
-        tuning_file.invalidate()  # and read again from the file
+        assert default_block_size(48, here()) == 5
+        assert default_block_size(47, here()) == 24
+        assert [forming_pays(rows, 48, 48, True, here()) for rows in (48, 59, 60)] == [False, False, True]
+        assert [forming_pays(rows, 48, 48, False, here()) for rows in (49, 50)] == [False, True]
+        assert not forming_pays(60, 40, 48, True, here()), "found for as many reflections as dimensions"
+        planner.forget_plans()  # and read again from the file
 
 
 @pytest.mark.parametrize(
@@ -53,32 +64,33 @@ def test_what_was_found_is_used_from_then_on():
     ids=lambda change: next(iter(change)),
 )
 def test_what_was_found_elsewhere_is_kept_and_not_used(other):
-    tuning_file.store(entry(**other))
-    tuning_file.invalidate()
-    assert heuristics.default_block_size(48) == 24
-    tuning_file.store(entry())
+    store(entry(**other))
+    assert default_block_size(48, here()) == 24
+    store(entry())
     assert len(tuning_file.load()) == 2
 
 
 def test_the_dtype_of_the_work_decides():
-    tuning_file.store(entry(dtype="float64", block_size=7))
-    assert heuristics.default_block_size(48, heuristics.Where("cpu", torch.float64)) == 7
-    assert heuristics.default_block_size(48, heuristics.Where("cpu", torch.float32)) == 24
+    store(entry(dtype="float64", block_size=7))
+    assert default_block_size(48, here(torch.float64)) == 7
+    assert default_block_size(48, here()) == 24
 
 
 def test_results_stay_the_same_with_what_was_found():
     x, V = (torch.randn(n, 48, dtype=torch.float64) for n in (70, 48))
     before = householder(x, V)
-    tuning_file.store(entry(dtype="float64"))
-    tuning_file.store(entry())
+    store(entry(dtype="float64"))
+    store(entry())
     torch.testing.assert_close(householder(x, V), before)
 
 
 def test_a_compiled_graph_does_not_depend_on_the_file():
-    tuning_file.store(entry())
+    store(entry())
+
+    where = here()
 
     def chosen(x):
-        return x + heuristics.default_block_size(48) + heuristics.forming_pays(60, 48, 48, True)
+        return x + default_block_size(48, where) + forming_pays(60, 48, 48, True, where)
 
     compiled = torch.compile(chosen, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(())) == 24
@@ -88,16 +100,16 @@ def test_tuning_stores_one_of_its_candidates():
     found = tune(32, 8)
     assert found.entry.block_size in block_sizes(32)
     assert found.entry.crossover > 32 and found.entry.crossover_full > 32
-    assert heuristics.default_block_size(32) == found.entry.block_size
-    assert [e.identity for e in tuning_file.load()] == [found.entry.identity]
+    assert default_block_size(32, here()) == found.entry.block_size
+    assert tuning_file.load() == [found.entry]
     assert found.seconds <= found.default_seconds
 
 
 def test_candidates_are_even_splits_and_the_default():
     for d in (2, 3, 33, 64, 784, 2048):
         sizes = block_sizes(d)
-        assert heuristics.block_size_by_rule(d) in sizes
-        assert all(1 <= k <= d and heuristics.even_block_size(d, k) == k for k in sizes)
+        assert planner.block_size_by_rule(d) in sizes
+        assert all(1 <= k <= d and planner.even_block_size(d, k) == k for k in sizes)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +165,10 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_then_replaced(folder, cont
     path = folder / "tuning.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(RuntimeWarning, match=r"tuning\.json is damaged and was ignored"):
-        assert heuristics.default_block_size(48) == 24
-    assert heuristics.default_block_size(48) == 24  # once is enough
-    assert not heuristics.forming_pays(60, 48, 48, True)
-    tuning_file.store(entry())
+        assert default_block_size(48, here()) == 24
+    assert default_block_size(48, here()) == 24  # once is enough
+    assert not forming_pays(60, 48, 48, True, here())
+    store(entry())
     assert tuning_file.load() == [entry()]
 
 
@@ -173,20 +185,22 @@ def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
     expected = results()
     impossible = entry(dtype="float64", block_size=block_size)
     (folder / "tuning.json").write_text(json.dumps({"version": 1, "entries": [vars(impossible)]}))
-    tuning_file.invalidate()
+    planner.forget_plans()
     with pytest.warns(RuntimeWarning, match="block_size"):
         actual = results()
     assert all(torch.equal(t, reference) for t, reference in zip(actual, expected, strict=True))
     # Even one that comes around the file's check is no larger than there are reflections.
-    tuning_file.table()[impossible.key] = impossible
+    planner.tuning()[impossible.key] = impossible
+    planner._remembered_householder_plan.cache_clear()
+    planner._remembered_svd_plan.cache_clear()
     torch.testing.assert_close(results(), expected)
 
 
 def test_a_large_crossover_is_one_that_is_never_reached():
-    tuning_file.store(entry(crossover=2**40, crossover_full=2**40))
-    tuning_file.invalidate()
-    assert not heuristics.forming_pays(10**9, 48, 48, True) and not heuristics.forming_pays(10**9, 48, 48, False)
-    assert not heuristics.forming_svd_pays(10**9, 48, 48, 48, 48, 48, True)
+    store(entry(crossover=2**40, crossover_full=2**40))
+    planner.forget_plans()
+    assert not forming_pays(10**9, 48, 48, True, here()) and not forming_pays(10**9, 48, 48, False, here())
+    assert not forming_svd_pays(10**9, 48, 48, 48, 48, 48, True, here())
 
 
 def test_several_processes_leave_all_their_entries(folder):
@@ -218,7 +232,7 @@ def test_the_folder(monkeypatch, environment, expected):
     monkeypatch.setattr("sys.platform", "linux")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert str(tuning_file.folder()) == expected
+    assert tuning_file.path() == Path(expected) / "tuning.json"
 
 
 def test_the_command_tunes_and_info_shows_it(folder, capsys):
@@ -242,15 +256,15 @@ def test_the_command_says_what_is_wrong(capsys):
 
 
 def test_reproducing_without_the_extra_says_what_to_install():
-    code = "import sys; sys.modules['rich'] = None; from fasth.cli import main; sys.exit(main(['reproduce', '--full']))"
+    code = "import sys; sys.modules['rich'] = None; from fasth.tools.cli import main; sys.exit(main(['reproduce']))"
     done = python("-c", code)
     assert done.returncode == 2
     assert "pip install 'fasth[reproduce]'" in done.stderr
 
 
 def test_looking_up_is_cheap():
-    tuning_file.store(entry())
+    store(entry())
     start = time.perf_counter()
     for _ in range(1000):
-        heuristics.default_block_size(48)
+        default_block_size(48, here())
     assert (time.perf_counter() - start) / 1000 < 50e-6, "it is called in every step"

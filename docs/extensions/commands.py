@@ -11,7 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
-from fasth import cli
+from fasth.tools import cli
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

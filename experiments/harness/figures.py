@@ -12,20 +12,18 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.figures import RC, Style, file
 
 __all__ = ["Style", "curve", "legend", "line_style", "panels", "save"]
 
 
-def save(folder: Path, name: str, draw: Callable[[], Figure], endings: Sequence[str] = ("png",)) -> list[str]:
-    """Calls ``draw`` with the style set, writes one file for each ending, and returns the names of the files."""
+def save(folder: Path, name: str, draw: Callable[[], Figure], endings: Sequence[str] = ("png",)) -> None:
+    """Calls ``draw`` with the style set, and writes one file for each ending."""
     with matplotlib.rc_context(RC):
         figure = draw()
-        contents = {f"{name}.{ending}": file(figure, ending) for ending in endings}
-    for path, content in contents.items():
-        files.write(folder / path, content)
-    return list(contents)
+        for ending in endings:
+            _files.write(folder / f"{name}.{ending}", file(figure, ending))
 
 
 def panels(titles: Sequence[str], columns: int, width: float = 3.4, height: float = 3.1) -> tuple[Figure, list[Axes]]:

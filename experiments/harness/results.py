@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fasth import files
+from fasth import _files
 
 Run = dict[str, Any]
 """The settings of one training."""
@@ -65,7 +65,7 @@ class Results:
     def add(self, record: Record) -> None:
         if not self._is_whole:  # before the first addition: writes the header, and drops a line that was cut off
             head = [self.header] if self.header else []
-            files.write(self.path, "".join(map(_line, (*head, *self.records))))
+            _files.write(self.path, "".join(map(_line, (*head, *self.records))))
             self._is_whole = True
         self.records.append(record)
         self._by_key[key(record, self.found)] = record

@@ -13,10 +13,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Shown
 
-from fasth import files
-from fasth.environment import describe
+from fasth import _files
 from fasth.reproduce.tables import Table, markdown, number
-from fasth.timing import compare
+from fasth.tools.environment import describe
+from fasth.tools.timing import compare
 
 __all__ = ["Score", "Table", "machine", "markdown", "number", "score", "show", "step_times", "write"]
 
@@ -73,5 +73,6 @@ def write(path: Path, tables: Sequence[Table], note: str, console: Console) -> N
     """Shows the tables and the note, and writes them as Markdown."""
     for table in tables:
         show(table, console)
-    files.write(path, "\n\n".join([*map(markdown, tables), *([note] if note else [])]) + "\n")
-    console.print(note, soft_wrap=True)
+    _files.write(path, "\n\n".join([*map(markdown, tables), *filter(None, [note])]) + "\n")
+    if note:
+        console.print(note, soft_wrap=True)

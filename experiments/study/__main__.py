@@ -19,7 +19,6 @@ from experiments.study import figures, grid, methods, training
 from experiments.study.grid import Grid
 from experiments.study.tables import Study, study_tables
 from experiments.study.tasks import Task
-from fasth import files
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +62,8 @@ def label(record: Record) -> str:
 
 def report(options: Options, results: Results, console: Console) -> None:
     study, folder = Study(grid_of(options), results.records), results.path.parent
-    found = study_tables(study).values()
-    files.write(folder / "report.md", "\n\n".join(map(tables.markdown, found)) + "\n")
-    written = ["report.md", *figures.draw(study, folder)]
-    console.print(f"Written: {', '.join(written)}", soft_wrap=True)
+    tables.write(folder / "report.md", list(study_tables(study).values()), "", console)
+    figures.draw(study, folder)
 
 
 def conditions() -> Record:

@@ -36,10 +36,11 @@ STYLES = {
 WIDTHS = ("#440154", "#31688E", "#35B779", "#B5A100", "#D55E00")
 
 
-def draw(study: Study, folder: Path) -> list[str]:
-    """Draws each figure that there are results for, and returns the names of the files."""
-    drawn = {name: partial(function, study) for name, (part, function) in FIGURES.items() if study.of(part)}
-    return [file for name, function in drawn.items() for file in save(folder, name, function, ("png", "svg"))]
+def draw(study: Study, folder: Path) -> None:
+    """Draws each figure that there are results for."""
+    for name, (part, function) in FIGURES.items():
+        if study.of(part):
+            save(folder, name, partial(function, study), ("png", "svg"))
 
 
 def _line(axes: Axes, points: dict[float, Score | None], style: Style, label: str) -> None:

@@ -6,7 +6,6 @@ from fasth import parametrizations, spectrum
 from fasth.convert import compress, to_dense, to_svd
 from fasth.flows import SVDTransform
 from fasth.functional import householder
-from fasth.hidden_gradients import hidden_gradients
 from fasth.nn import (
     GRUSVD,
     LSTMSVD,
@@ -20,9 +19,9 @@ from fasth.nn import (
 )
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
-from fasth.penalties import nuclear_norm
-from fasth.spectra import spectra
-from fasth.tune import tune
+from fasth.spectra import nuclear_norm, spectra
+from fasth.tools.hidden_gradients import hidden_gradients
+from fasth.tools.tune import tune
 
 __all__ = [
     "GRUSVD",
@@ -53,8 +52,9 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-# Each of these functions hides the module of its name: ``import fasth.spectra as s`` binds the function. So it has the
-# module's public names as attributes, ``s.LayerSpectrum``.
+# ``import fasth.spectra as s`` binds the function, which hides the module of its name. So each of these functions has
+# the public names of its module as attributes, ``s.LayerSpectrum``. Two of the modules are in tools/.
 for _function in (hidden_gradients, spectra, tune):
     _module = sys.modules[_function.__module__]
+    sys.modules[f"fasth.{_function.__name__}"] = _module
     vars(_function).update({name: getattr(_module, name) for name in _module.__all__})

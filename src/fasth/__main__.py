@@ -2,6 +2,6 @@
 
 import sys
 
-from fasth.cli import main
+from fasth.tools.cli import main
 
 sys.exit(main(sys.argv[1:] or ["info"]))

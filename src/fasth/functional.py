@@ -15,18 +15,8 @@ from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
 from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products
-from fasth.reflections.plan import (
-    COMPOSED,
-    CORE,
-    DTYPES,
-    FORMS,
-    FULL,
-    TRIANGULAR,
-    TRITON,
-    Plan,
-    plan_householder,
-    plan_svd_linear,
-)
+from fasth.reflections.plan import COMPOSED, CORE, DTYPES, FORMS, FULL, TORCH, TRIANGULAR, TRITON, Plan
+from fasth.reflections.planner import plan_householder, plan_svd_linear
 
 __all__ = ["DTYPES", "FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
 
@@ -56,7 +46,8 @@ def householder(
         (*, d), the shape of x broadcast against the batch of V, in x's dtype.
 
     About 4·r·d operations per row of x and direction, half of that if ``triangular``, and r/k + O(log k) matrix
-    products in sequence. Between forward and backward it saves at most twice the memory of x and V together.
+    products in sequence. Between forward and backward it saves at most twice the memory of x and V together, and a
+    copy of the output, which may be changed in place.
 
     Example:
         >>> x, V = torch.randn(32, 64), torch.randn(64, 64)
@@ -144,7 +135,7 @@ def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form:
     if V is not None and 0 in (len(U), len(V)):
         Q, empty, other = (U, V, m) if len(U) else (V, U, n)
         if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose
-            columns = _scaled(_first_rows(Q, k, form), U, sigma, V, form)
+            columns = _scaled(first_rows_of(Q, k, form), U, sigma, V, form)
             return columns.mT if Q is U else columns
     identity = torch.eye(min(n, m), dtype=U.dtype, device=U.device)
     if n < m:
@@ -167,7 +158,7 @@ def svd_thin(
             return svd_thin(U, sigma, V, form=form)
     U_side, V_side = (U.mT, U) if V is None else (U, V)
     k = min(U_side.shape[1], V_side.shape[1]) if sigma is None else len(sigma)
-    U_rows, V_rows = (_first_rows(Q, k, form) for Q in (U_side, V_side))
+    U_rows, V_rows = (first_rows_of(Q, k, form) for Q in (U_side, V_side))
     return _scaled(V_rows, U, sigma, V, form), U_rows.mT
 
 
@@ -194,25 +185,28 @@ def _multiply(
     if V.ndim > 2:
         rows, reflectors, shape = _batched(x, V)
         plan = plan_householder(rows, reflectors, form, transpose, block_size, internal=internal)
-        return _run_householder(rows, reflectors, plan).reshape(shape)
+        return run_householder(rows, reflectors, plan).reshape(shape)
     plan = plan_householder(x, V, form, transpose, block_size, internal=internal)
     if plan.forms_matrix:
-        Qt = _first_rows(V, V.shape[1], FORMS[form], block_size)
+        Qt = first_rows_of(V, V.shape[1], FORMS[form], block_size)
         return x @ (Qt.mT if transpose else Qt)
-    return _run_householder(x, V, plan)
+    return run_householder(x, V, plan)
 
 
-def _first_rows(V: Tensor, rows: int, form: str, block_size: int | None = None) -> Tensor:
+def first_rows_of(V: Tensor, rows: int, form: str, block_size: int | None = None) -> Tensor:
     """The first rows of Qᵀ: (rows, d), from those of the identity.  V: (r, d)."""
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
-    return _run_householder(eye, V, plan_householder(eye, V, FORMS.index(form), False, block_size, of_identity=True))
+    return run_householder(eye, V, plan_householder(eye, V, FORMS.index(form), False, block_size, of_identity=True))
 
 
-def _run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
+def run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
     if plan.backend not in (CORE, TRITON):
         _check_tensors(x, V)  # the others take tensors of one dtype only
     if plan.backend == COMPOSED:
         return compose(x, V, plan.form, plan.transpose, plan.block_size)
+    if plan.backend == TORCH and V.ndim == 2:
+        # Reshaped out here, since a view that a custom Function returns cannot be changed in place.
+        return Householder.apply(x.reshape(1, -1, x.shape[-1]), V, plan).reshape(x.shape)
     return Householder.apply(x, V, plan)
 
 

@@ -1,9 +1,9 @@
 """The comparison of values and gradients with float64, and what rounding may do to them.
 
 A result of N operations that each round numbers of some size is off by at most about N·eps times that size. N is the
-number of reflections and of terms in a product, as in ``fasth.problems``; the size is one that the mathematics bounds,
-for example ‖x‖·max|σ| for x Wᵀ, and not that of the result, which may cancel. Tolerances are eight times that. bfloat16
-and float16 only store: the operations round as float32, and what is stored rounds once more.
+number of reflections and of terms in a product, as in ``fasth.tools.problems``; the size is one that the mathematics
+bounds, for example ‖x‖·max|σ| for x Wᵀ, and not that of the result, which may cancel. Tolerances are eight times that.
+bfloat16 and float16 only store: the operations round as float32, and what is stored rounds once more.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric, SVDTransform, spectrum
 from fasth.flows import HouseholderTransform, QRTransform, SylvesterTransform
-from fasth.problems import from_definition
-from fasth.twins import definition_weight
+from fasth.tools.problems import from_definition
+from fasth.tools.twins import definition_weight
 from fuzz.compare import check, doubled, largest_row, norm, tolerance, values_and_gradients, wanting
 from fuzz.draws import PRECISE, Draw
 from fuzz.functions import check_product

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fasth import householder
-from fasth.problems import from_definition
+from fasth.tools.problems import from_definition
 from fuzz.compare import check, doubled, largest_row, lengths, norm, tolerance, values_and_gradients, wanting
 from fuzz.draws import Draw
 

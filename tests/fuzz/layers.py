@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from fasth import Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, cached, spectrum
 from fasth.nn.conv import _ConvSVD
-from fasth.twins import definition_linear, definition_weight
+from fasth.tools.twins import definition_linear, definition_weight
 from fuzz.changes import change, nearby, trained
 from fuzz.compare import check, norm, tolerance
 from fuzz.draws import Draw

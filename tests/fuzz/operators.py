@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasth import SVD, Orthogonal, Symmetric
-from fasth.problems import from_definition
+from fasth.tools.problems import from_definition
 from fuzz.compare import check, doubled, lengths, norm, tolerance, values_and_gradients, wanting
 from fuzz.draws import PRECISE, Draw
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fasth import parametrizations, spectrum
-from fasth.twins import definition_weight
+from fasth.tools.twins import definition_weight
 from fuzz.changes import change, nearby, trained
 from fuzz.compare import check, norm, tolerance
 from fuzz.draws import PRECISE, Draw

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasth import GRUSVD, LSTMSVD, RNNSVD, cached, spectrum
-from fasth.twins import definition_weight
+from fasth.tools.twins import definition_weight
 from fuzz.changes import change
 from fuzz.compare import check, norm, tolerance
 from fuzz.draws import DTYPES, PRECISE, Draw

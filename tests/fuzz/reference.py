@@ -66,5 +66,5 @@ def _summed(of_v: Any, V_shape: tuple[int, ...]) -> Any:
 
 
 def replace_the_definition() -> None:
-    """From now on ``fasth.problems`` and ``fasth.twins`` compute by this file in this process."""
+    """From now on ``fasth.tools.problems`` and ``fasth.tools.twins`` compute by this file in this process."""
     definition.householder = householder

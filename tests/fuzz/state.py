@@ -81,7 +81,7 @@ class State:
 
 def version() -> str:
     """fasth, torch, the machine, and a digest of the files that make cases: with others, cases may be others."""
-    from fasth.environment import describe  # here, since workers that run no real case need no torch
+    from fasth.tools.environment import describe  # here, since workers that run no real case need no torch
 
     about = describe()
     digest = hashlib.sha256()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fasth
 from fasth.convert import Conversion
+from fasth.convert.replace import is_factor
 from fasth.nn.factored import Factored
-from fasth.replace import is_factor
 from zoo.models import Architecture
 
 TOLERANCE = 1e-9  # relative to the largest entry; some models compute norms in float32 even in float64

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.distributions.transforms import Transform
 
-from fasth import private
+from fasth import _private
 from fasth.flows.layer import event_shape, invertible, logabsdet, of_any_batch
 
 __all__ = ["SVDTransform"]
@@ -62,4 +62,4 @@ class SVDTransform(Transform, nn.Module):
     __repr__ = nn.Module.__repr__
 
     def __getstate__(self) -> dict[str, Any]:
-        return private.without_last_values(super().__getstate__())
+        return _private.without_last_values(super().__getstate__())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from fasth.private import holds, is_exporting, is_fake, saved_tensors_hooks_active, stands_for, transform_active
+from fasth._private import holds, is_exporting, is_fake, saved_tensors_hooks_active, stands_for, transform_active
 
 
 class _State:

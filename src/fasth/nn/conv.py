@@ -107,11 +107,8 @@ class _ConvSVD(SVDFactors):
                 sides += [int(self.padding[i])] * 2
         return sides
 
-    @property
-    def weight(self) -> Tensor:
-        """The kernel: (out, in, *kernel_size), dense and differentiable. To change it, use ``set_weight_``."""
-        cached = None if self._is_thin else self._cached_weight()
-        return self._kernel() if cached is None else cached
+    def _weight(self) -> Tensor:
+        return self._kernel()
 
     def _kernel(self, sigma: Tensor | None = None) -> Tensor:
         return self._matrix(sigma).reshape(self._kernel_shape())
@@ -158,11 +155,11 @@ class _ConvSVD(SVDFactors):
         return "" if dense.groups == 1 else "with groups its weight is several matrices"
 
     @classmethod
-    def _from_dense(cls: type[Self], conv: Any, **options: Any) -> Self:
-        if not isinstance(conv, cls._dense):
-            raise TypeError(f"`conv` should be an nn.{cls._dense.__name__}; got {type(conv).__name__}")
-        layer: Self = nn.utils.skip_init(cls, **_options_of(conv, conv.weight), **options)
-        return layer._take(conv)
+    def _from_dense(cls: type[Self], dense: Any, **options: Any) -> Self:
+        if not isinstance(dense, cls._dense):
+            raise TypeError(f"`conv` should be an nn.{cls._dense.__name__}; got {type(dense).__name__}")
+        layer: Self = nn.utils.skip_init(cls, **_options_of(dense, dense.weight), **options)
+        return layer._take(dense)
 
     def _to_dense(self) -> Any:
         return self._give(nn.utils.skip_init(self._dense, **_options_of(self, self.sigma)))

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fasth import private
+from fasth import _private
 from fasth.functional import DTYPES
 from fasth.nn.cache import Cache, state, weight_from
+from fasth.nn.computed import computed
 from fasth.nn.registry import register
 from fasth.spectrum import Spectrum
 
@@ -73,7 +74,7 @@ class Factored(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy."""
         super().__setstate__(state)
-        private.take_over_load_hooks(self)
+        _private.take_over_load_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._check_not_weight(name)
@@ -98,7 +99,16 @@ class Factored(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, differentiable. It is a result: writing into it changes nothing, ``set_weight_`` does."""
+        """W, dense and differentiable, of the shape that it has in ``torch.nn``.
+
+        It is computed. In eager mode writing into it, as ``weight.copy_(W)``, ``weight.data = W`` or ``nn.init`` do,
+        raises a RuntimeError: call ``set_weight_``.
+        """
+        cached = self._cached_weight()
+        return computed(cached if isinstance(cached, Tensor) else self._weight())
+
+    def _weight(self) -> Tensor:
+        """W, computed."""
         raise NotImplementedError
 
     def set_weight_(self: Self, weight: Tensor) -> Self:
@@ -143,7 +153,7 @@ class Factored(nn.Module):
 
     def _form(self) -> Any:
         """What ``fasth.cached()`` caches: the dense weight, or what the layer multiplies by in its place."""
-        return self.weight.contiguous()
+        return self._weight().contiguous()
 
     def _cached_weight(self) -> Any:
         """What ``_form`` gives, formed once; None outside of ``fasth.cached()``."""
@@ -196,7 +206,7 @@ class Factored(nn.Module):
     def _give(self, dense: Any) -> Any:
         """The weight, the bias, the mode and what is to be trained to a dense layer."""
         with torch.no_grad():
-            dense.weight.copy_(self.weight)
+            dense.weight.copy_(self._weight())
         dense.weight.requires_grad_(any(factor.requires_grad for factor in self._trained_factors()))
         _copy_bias(self, dense)
         return dense.train(self.training)

@@ -101,7 +101,7 @@ class SVDFactors(Factored):
         return self.spectrum(self.sigma)
 
     def _factors(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The reflectors of U, σ, computed if it is not given, and the reflectors of V, as ``svd_linear`` takes them."""
+        """The reflectors of U, σ, by default computed, and the reflectors of V, as ``svd_linear`` takes them."""
         sigma = self.spectrum(self.sigma) if sigma is None else sigma
         if self.form == "full":
             return self.U, sigma * signs_of(self.signs).prod(0).to(sigma.dtype), self.V

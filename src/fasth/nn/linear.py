@@ -192,16 +192,11 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         U, sigma, V = self._factors(sigma)
         return svd_linear(x, U, sigma, V, self.bias, form=self.form)
 
-    @property
-    def weight(self) -> Tensor:
-        """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        cached = None if self._is_thin else self._cached_weight()
-        return self._matrix() if cached is None else cached
+    def _weight(self) -> Tensor:
+        return self._matrix()
 
     def _form(self) -> Any:
-        if self._is_thin:
-            return svd_thin(*self._factors(), form=self.form)
-        return self._matrix().contiguous()
+        return svd_thin(*self._factors(), form=self.form) if self._is_thin else super()._form()
 
     def _multiply_by(self, weight: Any, x: Tensor) -> Tensor:
         if self._is_thin:
@@ -298,14 +293,8 @@ class LinearSymmetric(_Linear):
         U = Orthogonal.of_stored(self.reflectors) if self.form == "compact" else Orthogonal(self.reflectors)
         return Symmetric(U, self.spectrum(self.sigma))
 
-    @property
-    def weight(self) -> Tensor:
-        """W: (features, features), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        cached = self._cached_weight()
-        return self.eig.dense() if cached is None else cached
-
-    def _form(self) -> Tensor:
-        return self.eig.dense().contiguous()
+    def _weight(self) -> Tensor:
+        return self.eig.dense()
 
     def set_weight_(self, weight: Tensor) -> LinearSymmetric:
         """Makes W = ``weight``, symmetric, to rounding; eigenvalues outside the spectrum as in ``LinearSVD``."""
@@ -410,14 +399,8 @@ class LinearOrthogonal(_Linear):
             return Orthogonal.of_stored(V)
         return Orthogonal(V, signs=signs_of(self.signs).to(V.dtype))
 
-    @property
-    def weight(self) -> Tensor:
-        """W: (out, in), dense and differentiable. It is a result: to change it, use ``set_weight_``."""
-        cached = self._cached_weight()
-        return svd_dense(*self._factors(), form=self.form) if cached is None else cached
-
-    def _form(self) -> Tensor:
-        return svd_dense(*self._factors(), form=self.form).contiguous()
+    def _weight(self) -> Tensor:
+        return svd_dense(*self._factors(), form=self.form)
 
     def set_weight_(self, weight: Tensor) -> LinearOrthogonal:
         """Makes W the matrix with orthonormal rows or columns that is nearest to ``weight``: (out, in).

@@ -12,7 +12,8 @@ from torch.compiler import is_compiling
 
 from fasth.reflections import operators_for_compile
 from fasth.reflections.core import core
-from fasth.reflections.plan import CORE, backend_for
+from fasth.reflections.plan import CORE
+from fasth.reflections.planner import backend_for
 
 NONLINEARITIES = ("tanh", "relu", "modrelu")  # Activation in native/recurrence.hpp
 
@@ -93,14 +94,16 @@ class Recurrence(torch.autograd.Function):
         W, h0, out = ctx.saved_tensors
         f, times, (_, needs_W, *needs) = ctx.f, ctx.times, ctx.needs_input_grad[:4]
         sizes, reverse = times
+        found: Any
         if torch.is_grad_enabled() or not (is_compiling() or core().accepts(g)):
             # A second derivative is to follow, or g is a batch of gradients.
-            dx, dh0, dbias = _gradients_in_torch(g, W, out, f, times)
+            found = _gradients_in_torch(g, W, out, f, times)
         elif is_compiling():
-            dx, dh0, dbias = operators_for_compile.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
+            found = operators_for_compile.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
         else:
             threads = torch.get_num_threads()
-            dx, dh0, dbias = core().recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs, threads)
+            found = core().recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs, threads)
+        dx, dh0, dbias = found
         dW = _gradient_of_weight(dx, out, h0, times) if needs_W else None
         return dx, dW, *(d if need else None for d, need in zip((dh0, dbias), needs, strict=True)), None, None
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fasth.functional import autocast_enabled, check_tensor, svd_dense
+from fasth.nn.computed import computed
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of
 from fasth.nn.factors import INITS, one_side, spectrum_or_free
 from fasth.nn.held_weight import HeldWeight
@@ -173,7 +174,7 @@ class Recurrent(Factored):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("weight_hh_") and (where := self._place(name)) in self._places():
             cached = self._cached_weight()
-            return self._dense(where) if cached is None else cached[self._places().index(where)]
+            return computed(self._dense(where) if cached is None else cached[self._places().index(where)])
         return super().__getattr__(name)
 
     @property
@@ -182,6 +183,9 @@ class Recurrent(Factored):
 
         They are a result, and so is each ``weight_hh_l{k}[_reverse]``: to change them, use ``set_weight_``.
         """
+        return computed(self._weight())
+
+    def _weight(self) -> Tensor:
         return torch.stack(self._hidden_weights())
 
     def set_weight_(self: Self, weight: Tensor) -> Self:

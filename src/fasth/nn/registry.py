@@ -29,7 +29,7 @@ _converters: dict[str, list[Converter]] = {}
 
 
 def register(kind: type[nn.Module] | str, converter: Converter) -> None:
-    """Adds a converter for layers of exactly this class, or of the class with this path. The first one that can is used."""
+    """Adds a converter for a class, or for the class with this path. The first one that takes a layer converts it."""
     _converters.setdefault(kind if isinstance(kind, str) else path_of(kind), []).append(converter)
 
 

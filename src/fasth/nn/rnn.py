@@ -12,7 +12,8 @@ from fasth.functional import autocast_enabled
 from fasth.nn.factored import one_of
 from fasth.nn.recurrence import NONLINEARITIES, Times, last_states, recurrence
 from fasth.nn.recurrent import Recurrent
-from fasth.reflections.plan import CORE, backend_for
+from fasth.reflections.plan import CORE
+from fasth.reflections.planner import backend_for
 from fasth.spectrum import Spectrum, around, free
 
 EPS = 0.01

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fasth import private
+from fasth import _private
 from fasth.functional import as_reflectors, autocast_enabled
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def values_known(t: Tensor) -> bool:
     """Whether a decision may depend on the numbers in t: it has some, and nobody traces or maps the computation."""
-    return not (torch.compiler.is_compiling() or t.is_meta or private.transform_active() or private.dispatch_modes())
+    return not (torch.compiler.is_compiling() or t.is_meta or _private.transform_active() or _private.dispatch_modes())
 
 
 def has_entry(t: Tensor, value: float) -> bool:

@@ -40,7 +40,8 @@ class Householder(torch.autograd.Function):
         x, V, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:2]
         if _has_to_compose(g, plan.backend):
-            x = torch.zeros_like(g) if x is None else x  # any value will do: V needs no gradient
+            if x is None:  # any value will do: V needs no gradient
+                x = torch.zeros_like(g, requires_grad=True)
 
             def multiply(x: Tensor, V: Tensor) -> Tensor:
                 return compose(x, V, plan.form, plan.transpose, plan.block_size)
@@ -142,7 +143,8 @@ def _householder_in_blocks(x: Tensor, V: Tensor, plan: Plan) -> tuple[Tensor, ..
             block_size=plan.block_size,
             save_states=plan.save >= SAVE_A,
         )
-    out = out.reshape(x.shape)
+    if out.shape != x.shape:
+        out = out.reshape(x.shape)
     copy = (out.clone(),) if plan.copy_output else ()
     return out, *copy, *(saved if plan.save else ())
 
@@ -156,14 +158,17 @@ def _householder_backward_in_blocks(
     after = rows if output is None else output.reshape(rows.shape)
     options = plan.transpose, plan.form != FULL, plan.block_size
     with ieee_products(g):
-        dx, dV = blocked.gradients(rows, after, reflectors, *options, *needs, saved)
+        dx, dV = blocked.gradients(rows, after, reflectors, *options, needs[0], needs[1], saved)
     if dV is not None:
         dV = dV.reshape(V.shape)
         dV = with_sign_guard(dV.triu(1), V) if plan.form == COMPACT else dV
     return None if dx is None else dx.reshape(g.shape), dV
 
 
-_BLOCKED = {"householder": _householder_in_blocks, "householder_backward": _householder_backward_in_blocks}
+_BLOCKED: dict[str, Callable[..., Any]] = {
+    "householder": _householder_in_blocks,
+    "householder_backward": _householder_backward_in_blocks,
+}
 
 
 def compose(x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int) -> Tensor:
@@ -211,7 +216,7 @@ def _gradients_by_autograd(
 def _for_blocked(x: Tensor, V: Tensor, form: int) -> tuple[Tensor, Tensor]:
     """x as (B, m, d) and V as (B, r, d), compact reflectors written out."""
     V = blocked.expand_compact(V) if form == COMPACT else V
-    return (x, V) if V.ndim == 3 else (x.reshape(1, -1, V.shape[-1]), V.unsqueeze(0))
+    return x if x.ndim == 3 else x.reshape(1, -1, V.shape[-1]), V if V.ndim == 3 else V.unsqueeze(0)
 
 
 # The signs on the diagonal of compact reflectors.

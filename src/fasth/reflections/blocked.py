@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth import private
+from fasth import _private
 
 _WIDEST_MASKS = 32  # above, a product with masks would mostly multiply zeros
 _EXPONENT_BITS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
@@ -96,10 +96,10 @@ def _scale(V: Tensor) -> Tensor:
     largest = V[..., :1]
     if V.shape[1]:  # the meta device has no such norm of no rows
         largest = torch.linalg.vector_norm(V, torch.inf, -1, keepdim=True)
-    if private.is_exporting():  # ONNX has no view of the bits
+    if _private.is_exporting():  # ONNX has no view of the bits
         return torch.where(largest == 0, 1, largest)
     normal = largest.clamp_min(torch.finfo(V.dtype).tiny)
-    if private.transform_active():  # in torch 2.10 vmap has no rule for a view of the bits
+    if _private.transform_active():  # in torch 2.10 vmap has no rule for a view of the bits
         return normal / (2 * torch.frexp(normal).mantissa)
     integer, exponent = _EXPONENT_BITS[V.dtype]
     return (normal.view(integer) & exponent).view(V.dtype)
@@ -209,7 +209,7 @@ def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tenso
 def _products(X: Tensor, Y: Tensor, triangular: bool) -> Tensor:
     """X Yᵀ: (B, n, k, k) of every block, without work on the zeros left of the diagonal; when exporting, at once."""
     n, k = Y.shape[1:3]
-    if not triangular or n < 2 or private.is_exporting():
+    if not triangular or n < 2 or _private.is_exporting():
         return X @ Y.mT
     return torch.stack([X[:, i, :, i * k :] @ Y[:, i, :, i * k :].mT for i in range(n)], 1)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -109,3 +111,21 @@ try:
     _core = _load_best()
 except (ImportError, ValueError) as error:
     _core = error
+
+
+def in_use() -> str:
+    """The instruction set of the core in use, "off", or "not built"."""
+    module = core()
+    return str(module.isa) if module else "off" if any(_spec(level) for level in LEVELS) else "not built"
+
+
+def processor_name() -> str:
+    """The name of this machine's processor."""
+    return processor().get("model name") or platform.processor() or platform.machine()
+
+
+def processor() -> dict[str, str]:
+    """What Linux says of the first processor."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(errors="replace").split("\n\n")[0] if path.exists() else ""
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}

@@ -1,21 +1,22 @@
 """The backends as operators of PyTorch, ``torch.ops.fasth``, for the graphs of ``torch.compile``.
 
-There is one pair of operators for products of reflections, one for U Σ Vᵀ and one for recurrences, each with a kernel for
-the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator takes the entries of a plan one by one and
-gives a list of tensors; the functions here have the signatures of the backends themselves. The Triton kernels allocate by
-shapes alone, read no value back and do not synchronize, so CUDA graphs can record them.
+There is one pair of operators for products of reflections, one for U Σ Vᵀ and one for recurrences, each with a kernel
+for the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator takes the entries of a plan one by one
+and gives a list of tensors; the functions here have the signatures of the backends themselves. The Triton kernels
+allocate by shapes alone, read no value back and do not synchronize, so CUDA graphs can record them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fasth.reflections.core import core
-from fasth.reflections.plan import CORE, TRITON, Plan, kernels_on, number_of_blocks, saved_size
+from fasth.reflections.plan import CORE, TRITON, Plan
+from fasth.reflections.planner import kernels_on, number_of_blocks, saved_size
 from fasth.reflections.triton.configurations import BLOCK
 
 _PLAN = "int form, bool transpose, int block_size, int save, bool copy_output, bool of_identity, bool symmetric"
@@ -141,7 +142,7 @@ class _Kernels:
         V = U if plan.symmetric else V
         return _given(self._call("svd_linear_backward", g, output, U, sigma, V, saved, needs, plan))
 
-    def recurrence(self, *arguments: Any) -> Tensor:
+    def recurrence(self, *arguments: Any) -> Any:
         return self._call("recurrence", *arguments)
 
     def recurrence_backward(self, *arguments: Any) -> list[Tensor]:
@@ -198,7 +199,8 @@ def _svd_linear_fake(
     if plan.backend == TRITON:
         inner = x.new_empty((rows, m), dtype=torch.float32)
         copy = [x.new_empty((1, rows, n), dtype=torch.float32)] if plan.copy_output else []
-        return [out, inner, *copy, *_factors_saved(V_side, plan.form), *_factors_saved(U_side, plan.form)]
+        sides = (V_side,) if plan.symmetric else (V_side, U_side)
+        return [out, inner, *copy, *(t for side in sides for t in _factors_saved(side, plan.form))]
     k = plan.block_size
     blocks = [number_of_blocks(r_V, m, plan.form, k), number_of_blocks(r_U, n, plan.form, k)]
     sizes = {"inner": rows * m, "output": rows * n if plan.copy_output else 0}
@@ -238,7 +240,7 @@ def _recurrence_backward_fake(
     return [dx, *([dh0] if needs_h0 else []), *([g.new_empty(len(W))] if needs_bias else [])]
 
 
-_SCHEMAS = {
+_SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     "householder": (f"(Tensor x, Tensor V, {_PLAN}) -> Tensor[]", _householder_fake),
     "householder_backward": (
         f"(Tensor g, Tensor? output, Tensor V, Tensor[] saved, bool[] needs, {_PLAN}) -> Tensor[]",

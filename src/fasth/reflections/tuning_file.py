@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 
-from fasth import files
+from fasth import _files
+from fasth.reflections import core
 
 _VERSION = 1
+_TEXTS = ("machine", "core", "device", "dtype")
 _LARGEST = 1 << 40  # of any number in the file: what is larger was not measured
 
 
@@ -42,10 +44,9 @@ class Entry:
 
     def check(self) -> Entry:
         for name, value in asdict(self).items():
-            expected, least = (
-                (str, 0) if name in ("machine", "core", "device", "dtype") else (int, name != "kernel_rows")
-            )
-            if type(value) is not expected or (expected is int and not least <= value <= _LARGEST):
+            least = 0 if name == "kernel_rows" else 1
+            valid = type(value) is str if name in _TEXTS else type(value) is int and least <= value <= _LARGEST
+            if not valid:
                 raise ValueError(f"`{name}` is {value!r}")
         if self.block_size > self.d:
             raise ValueError(f"`block_size` is {self.block_size} for d = {self.d}")
@@ -62,12 +63,9 @@ def path() -> Path:
 
 def machine(device: str) -> tuple[str, str]:
     """The name of what computes on such a device, and the core in use; empty where there is no such device."""
-    from fasth.environment import describe
-
     if device.startswith("cuda"):
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "", ""
-    found = describe()
-    return str(found["cpu"]), str(found["core"])
+    return core.processor_name(), core.in_use()
 
 
 def load() -> list[Entry]:
@@ -90,12 +88,12 @@ def load() -> list[Entry]:
 
 def store(entry: Entry) -> None:
     """Adds the entry to the file, or replaces the one before it."""
-    with files.locked(path()), warnings.catch_warnings():
+    with _files.locked(path()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a damaged file is being replaced
         place = entry.machine, entry.core, entry.key
         entries = [other for other in load() if (other.machine, other.core, other.key) != place]
         content = {"version": _VERSION, "entries": [asdict(one) for one in (*entries, entry)]}
-        files.write(path(), json.dumps(content, indent=1) + "\n")
+        _files.write(path(), json.dumps(content, indent=1) + "\n")
 
 
 def entries_here() -> dict[tuple[str, int, str, int], Entry]:

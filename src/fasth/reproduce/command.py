@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fasth import device, files
+from fasth import _files
 from fasth.reproduce import report, runner, tables
 from fasth.reproduce.experiments import FULL_GRID, QUICK, experiments
 from fasth.reproduce.tasks import Settings
 from fasth.reproduce.timing import environment
+from fasth.tools import device
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print(f"Interrupted. What is measured is in {path}; the same command goes on from there.")
         return 130
-    files.write(path, runner.text(found))
+    _files.write(path, runner.text(found))
     written = report.write(found, options.out, command(options))
     headlines = tables.headlines(found)
     if headlines.rows:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasth.private import TorchDispatchMode
-from fasth.reflections.plan import FULL, counting_kernels
+from fasth._private import TorchDispatchMode
+from fasth.reflections.plan import FULL
+from fasth.reflections.planner import counting_kernels
 from fasth.reflections.triton.configurations import LONGEST
 from fasth.reproduce.methods import Method
 
@@ -210,7 +211,7 @@ def _operations(func: Any, args: Any, outputs: Sequence[Tensor]) -> int:
 # The Triton kernels: which of their arguments are written, their operations, and how many numbers of V they read.
 _WRITTEN = {
     "factors": {"T", "SCALE"},
-    "sweep": {"OUT", "UNBIASED", "Z", "STATES"},
+    "sweep": {"OUT", "COPY", "Z", "STATES"},
     "gradient": {"DV"},
     "sums_over_rows": {"DSIGMA", "DBIAS"},
 }
@@ -218,7 +219,7 @@ _WRITTEN = {
 
 def _stored(a: dict[str, Any], used: int) -> int:
     """Numbers of V that stand for reflectors: all, or those right of the diagonal."""
-    return len(a["V"]) * (used * a["d"] - (0 if a["KIND"] == FULL else used * (used - 1) // 2))
+    return len(a["V"]) * (used * a["d"] - (0 if a["FORM"] == FULL else used * (used - 1) // 2))
 
 
 def _of_factors(a: dict[str, Any]) -> tuple[int, int]:

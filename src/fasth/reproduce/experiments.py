@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fasth import functional
-from fasth.reflections import library
-from fasth.reflections.plan import backend_for
+from fasth.reflections import planner
+from fasth.reflections.plan import TRIANGULAR as TRIANGULAR_FORM
 from fasth.reproduce import baselines, counts, operations
 from fasth.reproduce.methods import (
     BASELINES,
@@ -185,7 +185,8 @@ def _with_block_size(k: int) -> list[Method]:
 
 
 def _applied(x: Tensor, V: Tensor) -> Tensor:
-    return functional._apply(x, V, (len(x), *V.shape), library.TRIANGULAR, False, None, backend_for(x, V))
+    applying = planner.plan_householder(x, V, TRIANGULAR_FORM, backend=planner.backend_for(x, V))
+    return functional.run_householder(x, V, applying)
 
 
 def _materialised(x: Tensor, V: Tensor) -> Tensor:

@@ -118,12 +118,12 @@ def triangular(N: Tensor) -> Tensor:
 
 
 def compact(N: Tensor) -> Tensor:
-    """The same without the diagonal of ones."""
-    return triangular(N).triu(1)
+    """The same with ones on the diagonal, which are the signs of columns."""
+    return unit(triangular(N))
 
 
 def unit(V: Tensor) -> Tensor:
-    """Compact reflectors with the ones on the diagonal that they leave out."""
+    """Compact reflectors as triangular ones: the signs on the diagonal replaced by ones."""
     return V.triu(1) + torch.eye(len(V), dtype=V.dtype, device=V.device)
 
 

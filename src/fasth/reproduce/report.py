@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce import figures, runner, tables
 from fasth.reproduce.operations import OPERATIONS
 from fasth.reproduce.tables import Table, select, unique
@@ -25,7 +25,7 @@ def write(found: dict[str, Any], out: Path, command: str) -> list[Path]:
         pictures.append((drawing, formats["svg"]))
     contents["report.html"] = page(found, pictures, command)
     for name, content in contents.items():
-        files.write(out / name, content)
+        _files.write(out / name, content)
     return [out / name for name in contents]
 
 

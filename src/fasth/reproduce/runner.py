@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fasth import files
+from fasth import _files
 from fasth.reproduce.experiments import Experiment
 from fasth.reproduce.tasks import Settings, Task
 
@@ -54,7 +54,7 @@ def run(
             made = list(task.run(settings, before, progress))
             found["records"] += [{"experiment": experiment.name, "task": task.label, **record} for record in made]
             if path is not None:
-                files.write(path, text(found))
+                _files.write(path, text(found))
     order = {(experiment.name, task.label): i for i, (experiment, task) in enumerate(tasks)}
     found["records"].sort(key=lambda record: order.get((record["experiment"], record["task"]), -1))
     return found

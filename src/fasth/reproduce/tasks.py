@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from fasth.device import first_line
 from fasth.reproduce import counts, memory
 from fasth.reproduce.methods import Case, Method
 from fasth.reproduce.timing import Progress, measure
-from fasth.timing import Timing
+from fasth.tools.device import first_line
+from fasth.tools.timing import Timing
 
 Record = dict[str, Any]
 

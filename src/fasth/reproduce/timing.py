@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fasth
-from fasth import device as devices
 from fasth.reproduce.methods import Case
-from fasth.timing import Call, Timing, Turn, take_turns
+from fasth.tools import device as devices
+from fasth.tools.timing import Call, Timing, Turn, take_turns
 
 Progress = Callable[[int, int, str], None]  # turns taken, turns in all, what comes next
 

@@ -73,7 +73,7 @@ def householder(x: Tensor, V: Tensor, plan: Plan) -> list[Tensor]:
     out = torch.empty_like(rows)
     copy = torch.empty_like(rows) if plan.copy_output else None
     sweep(side, rows, out=out, copy=copy, last_first=not plan.transpose, of_identity=plan.of_identity)
-    saved = [copy] if copy is not None else []
+    saved = [copy.reshape(x.shape)] if copy is not None else []
     return [out.reshape(x.shape), *saved, *((side.T, side.scale) if plan.save else ())]
 
 
@@ -100,7 +100,7 @@ def householder_backward(
 def svd_linear(
     x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
 ) -> list[Tensor]:
-    """x Wᵀ + bias; then what is saved: x Q_V, x Wᵀ, and T and the scales of V and of U.  x: (*, m) → (*, n).
+    """x Wᵀ + bias; then what is saved: x Q_V, x Wᵀ, and T and the scales of each side.  x: (*, m) → (*, n).
 
     x Q_V and x Wᵀ are float32, whatever the dtype.
     """
@@ -117,7 +117,8 @@ def svd_linear(
     out = out.reshape(*x.shape[:-1], n)
     if not plan.save:
         return [out]
-    return [out, inner[0], *([copy] if copy is not None else []), of_V.T, of_V.scale, of_U.T, of_U.scale]
+    factors = of_V[2:] if plan.symmetric else (*of_V[2:], *of_U[2:])
+    return [out, inner[0], *([copy] if copy is not None else []), *factors]
 
 
 def svd_linear_backward(
@@ -136,8 +137,9 @@ def svd_linear_backward(
     """
     needs_x, needs_U, needs_sigma, needs_V, needs_bias = needs
     needs_V = needs_U if plan.symmetric else needs_V
-    inner, *products, T_V, scale_V, T_U, scale_U = saved
-    of_U, of_V = _sides(U, V, plan.form, (T_U, scale_U, T_V, scale_V))
+    factors = -2 if plan.symmetric else -4
+    inner, *products = saved[:factors]
+    of_U, of_V = _sides(U, V, plan.form, saved[factors:])
     n, m = of_U.V.shape[-1], of_V.V.shape[-1]
     scaling = _sigma(U, sigma, V, plan.form, min(n, m))
     rows, inner = _rows(g, of_U.V[0]), inner.contiguous()
@@ -183,11 +185,11 @@ def _gradients_of_sides(
     return dU, dV
 
 
-def _sides(U: Tensor, V: Tensor | None, form: int, saved: Sequence[Tensor | None] = (None,) * 4) -> tuple[Side, Side]:
-    T_U, scale_U, T_V, scale_V = saved
+def _sides(U: Tensor, V: Tensor | None, form: int, saved: Sequence[Tensor] = ()) -> tuple[Side, Side]:
+    """``saved``: T and the scales of V's side, and of U's where that is another."""
     reflectors_U, reflectors_V = (U.mT, U) if V is None else (U, V)
-    of_V = factored(reflectors_V, form, T_V, scale_V)
-    return of_V if V is U else factored(reflectors_U, form, T_U, scale_U), of_V
+    of_V = factored(reflectors_V, form, *saved[:2])
+    return of_V if V is U else factored(reflectors_U, form, *saved[2:]), of_V
 
 
 def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, most: int) -> Sigma:

@@ -13,17 +13,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from fasth import lowrank, private
-from fasth.lowrank import LowRank, matrix_shape, truncated
+from fasth import _private
+from fasth.convert import lowrank
+from fasth.convert.lowrank import LowRank, matrix_shape, truncated
+from fasth.convert.parametrized import PARAMETRIZED, is_parametrized_alone, without_parametrizations
+from fasth.convert.replace import EXCLUDED, FILTERED, Conversion, Filter, Replacement, factors, is_factor, parameters_of
 from fasth.nn import LinearOrthogonal
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
 from fasth.nn.held_weight import held_weights
-from fasth.nn.parametrized import PARAMETRIZED, is_parametrized_alone, without_parametrizations
 from fasth.nn.recurrent import Recurrent
 from fasth.nn.registry import converter_for, is_registered, path_of
 from fasth.reflections.plan import DTYPES
-from fasth.replace import EXCLUDED, FILTERED, Conversion, Filter, Replacement, factors, is_factor, parameters_of
 from fasth.spectrum import Spectrum, free
 
 __all__ = ["Conversion", "LowRank", "compress", "to_dense", "to_svd"]
@@ -283,7 +284,7 @@ def _why_not_parameters(module: nn.Module) -> str:
 
 def _why_not(module: nn.Module, weights: tuple[str, ...]) -> str:
     """The reason why a module of a known class cannot be replaced, or "": it is nothing more than its class."""
-    if private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
+    if _private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
         return HOOKS_LOST
     if "forward" in vars(module):
         return "its forward method is not that of its class"

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from fasth.convert.replace import factors
 from fasth.nn import Conv1dSVD, Conv2dSVD, LinearSVD, LinearSymmetric
 from fasth.nn.factored import Factored
 from fasth.nn.factors import SVDFactors
 from fasth.operators import SVD
 from fasth.operators.orthogonal import compact_from_dense
-from fasth.replace import factors
 from fasth.spectrum import free
 
 DENSE = (nn.Linear, nn.Conv1d, nn.Conv2d)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasth import files
-from fasth.device import environment, first_line
+from fasth import _files
 from fasth.functional import householder, reflect
 from fasth.nn import LinearOrthogonal, LinearSVD, LinearSymmetric
-from fasth.problems import PROBLEMS, Comparison, Problem, compare_all, from_definition, with_gradients
 from fasth.reflections.plan import FORMS
-from fasth.twins import definition_linear, orthogonality, perturbed
+from fasth.tools.device import environment, first_line
+from fasth.tools.problems import PROBLEMS, Comparison, Problem, compare_all, from_definition, with_gradients
+from fasth.tools.twins import definition_linear, orthogonality, perturbed
 
 Comparisons = dict[str, Comparison]  # of the value, and of each gradient
 Record = dict[str, Any]
@@ -91,7 +91,7 @@ def run(device: str, chosen: Sequence[Check], out: Path) -> int:
     """Makes the checks, writes the report, and returns the exit code: 0, or 1 if one failed, or 130 if interrupted."""
     of, interrupted = environment(device), False
     records: list[Record] = []
-    files.write(out, _report(of, records, interrupted))  # that this fails should be known before the work is done
+    _files.write(out, _report(of, records, interrupted))  # that this fails should be known before the work is done
     print(f"{len(chosen)} checks on {of['device']}", flush=True)
     try:
         for i, check in enumerate(chosen):
@@ -100,7 +100,7 @@ def run(device: str, chosen: Sequence[Check], out: Path) -> int:
     except KeyboardInterrupt:
         interrupted = True
     _show_progress("")
-    files.write(out, _report(of, records, interrupted))
+    _files.write(out, _report(of, records, interrupted))
     failed = _failed(records)
     for record in failed:
         print(f"failed: {record['name']}: {record['message']}")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import fasth
-from fasth.environment import describe
 from fasth.reflections import tuning_file
-from fasth.reflections.plan import tuning
+from fasth.reflections.planner import tuning
 from fasth.reproduce import options as reproduce_options
-from fasth.tune import tune
+from fasth.tools.environment import describe
+from fasth.tools.tune import tune
 
 _SIZES = [64, 128, 256, 512, 768, 1024]
 _DTYPES = ["float32", "bfloat16", "float16", "float64"]
@@ -80,7 +80,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from fasth import check, device  # what no other command needs
+    from fasth.tools import check, device  # what no other command needs
 
     if options.threads < 1:
         return _refuse(f"--threads should be positive; got {options.threads}")

@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth import functional, timing
+from fasth import functional
 from fasth.reflections import tuning_file
 from fasth.reflections.autograd import Householder
-from fasth.reflections.plan import (
+from fasth.reflections.plan import TORCH, TRIANGULAR, TRITON
+from fasth.reflections.planner import (
     MANY_ROWS,
-    TORCH,
-    TRIANGULAR,
-    TRITON,
     backend_for,
     block_size_by_rule,
     crossover_by_rule,
@@ -27,6 +25,7 @@ from fasth.reflections.plan import (
     plan_householder,
 )
 from fasth.reflections.triton.configurations import LONGEST
+from fasth.tools import timing
 
 __all__ = ["Tuned", "block_sizes", "tune"]
 
@@ -170,7 +169,7 @@ def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
 
     def form() -> object:
-        return torch.autograd.grad(functional._first_rows(V, d, "triangular", k), V, eye)
+        return torch.autograd.grad(functional.first_rows_of(V, d, "triangular", k), V, eye)
 
     W = V.detach().clone().requires_grad_()
     calls = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fasth
 from fasth.reflections import core as core_module
-from fasth.reflections.plan import kernels_setting
+from fasth.reflections.planner import kernels_setting
 
 _SETTINGS = ("FASTH_BACKEND", "FASTH_ISA", "FASTH_CORE_DIR", "TRITON_INTERPRET")
 _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
@@ -27,25 +26,18 @@ def describe() -> dict[str, Any]:
     core = core_module.core()
     built = [level for level in core_module.LEVELS if core_module._spec(level)]
     highest = core_module.LEVELS.index(core_module.machine_level())
-    cpu = _processor()
+    cpu = core_module.processor()
     flags = cpu.get("flags", cpu.get("Features", "")).split()
     return {
         "versions": {"fasth": fasth.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
-        "core": core.isa if core else "off" if built else "not built",
+        "core": core_module.in_use(),
         "openmp": core.openmp if core else None,
         "levels": {"built": built, "machine": list(core_module.LEVELS[: highest + 1])},
         "kernels": kernels_setting(),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "threads": torch.get_num_threads(),
-        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
+        "cpu": core_module.processor_name(),
         "cores": os.cpu_count(),
         "instructions": [flag for flag in _INSTRUCTIONS if flag in flags],
         "system": platform.platform(),
     }
-
-
-def _processor() -> dict[str, str]:
-    """What Linux says of the first processor."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text(errors="replace").split("\n\n")[0] if path.exists() else ""
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}

@@ -27,10 +27,10 @@ def transform_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# The two questions of ``transform_active``, and whether a ``TorchDispatchMode`` wants to see every operation, as fake
-# tensors, make_fx and counters do: without a Python function around them, since every call in eager mode asks them. Such
-# a mode does not see what the compiled core does. Without the last name that would be missing from traces, and tensors
-# without memory would reach the core, which refuses them.
+# The two questions of ``transform_active``, and whether a ``TorchDispatchMode`` is active, as for fake tensors, make_fx
+# and counters: without a Python function around them, since every call in eager mode asks them. Such a mode does not
+# see what the compiled core does. Without the last name that would be missing from traces, and tensors without memory
+# would reach the core, which refuses them.
 functorch_active = torch._C._are_functorch_transforms_active
 forward_level = functools.partial(getattr, forward_ad, "_current_level")
 dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fasth.environment import describe
+from fasth.tools.environment import describe
 
 
 def require(device: str) -> None:

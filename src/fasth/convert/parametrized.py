@@ -1,7 +1,7 @@
 """Layers whose weights are held as SVDs by parametrizing them: attention, and more kinds of convolutions.
 
-The class of the layer still computes the output. Its weight, which is several matrices or one of another shape, becomes a
-batch of matrices, each with its own SVD: ``fasth.parametrizations.svd``.
+The class of the layer still computes the output. Its weight, which is several matrices or one of another shape,
+becomes a batch of matrices, each with its own SVD: ``fasth.parametrizations.svd``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_parametrized_alone(module: nn.Module) -> bool:
     """Whether all parametrizations of a module are those of ``fasth.parametrizations``, and no others."""
     return parametrize.is_parametrized(module) and all(
         len(held) == 1 and isinstance(held[0], (OrthogonalWeight, SVDWeight))
-        for held in module.parametrizations.values()  # type: ignore[union-attr, operator]
+        for held in module.parametrizations.values()  # type: ignore[operator]
     )
 
 

@@ -1,0 +1,1 @@
+"""What the command ``fasth`` runs, and what measures and verifies the library."""
