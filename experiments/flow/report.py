@@ -49,7 +49,7 @@ def write(records: list[Record], grid: Grid, options: Options, folder: Path, con
 
 
 def step_times(winners: Sequence[Best], rounds: int, console: Console) -> dict[str, float]:
-    """Seconds of a training step and of 64 samples, at each mixer's best start, after its inverse was verified."""
+    """Seconds of a training step and of 64 samples, from each mixer's best start; verifies the inverse first."""
     calls: dict[str, Callable[[], object]] = {}
     for winner in winners:
         task, flow = DATA[winner.chosen["task"]](), new_flow(winner.chosen)

@@ -1,4 +1,4 @@
-"""What the weights of a network are held as, and at which rates they are trained."""
+"""The methods that are compared: how the weights of a network are held, and the rates of their optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, tuple[Any, float, dict[str, Any]]] = {  # the class, the w
 def optimizer(
     model: nn.Module, name: str, lr: float, *, one_rate: bool = False, sigma: float = 1.0, reflectors: float = 1.0
 ) -> torch.optim.Optimizer:
-    """The optimizer with ``fasth.param_groups`` of the model: of plain layers, the one rate for all.
+    """The optimizer, with the groups of ``fasth.param_groups``: plain layers are trained at ``lr``.
 
     Args:
         one_rate: set one rate for all, as with ``model.parameters()``.
@@ -44,7 +44,7 @@ def optimizer(
 
 
 def to_orthogonal(model: nn.Module, names: Sequence[str] | None = None) -> nn.Module:
-    """The hidden layers, or those of these names, with the orthogonal weights that are nearest to their own."""
+    """Replaces the hidden layers, or the named ones, by layers with the nearest orthogonal weights."""
     for name in hidden_layers(model) if names is None else names:
         _replace(model, name, _orthogonal(model.get_submodule(name)))
     return model
@@ -66,7 +66,7 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def fresh(init: str) -> Callable[[nn.Module], nn.Module]:
-    """New SVD layers in place of the hidden ones, with their own start; the last layer keeps that of ``nn.Linear``."""
+    """Replaces the hidden layers by SVD layers with this start; the last layer keeps the start of ``nn.Linear``."""
 
     def convert(model: nn.Module) -> nn.Module:
         for name in hidden_layers(model):
@@ -82,14 +82,14 @@ def fresh(init: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def plain_orthogonal_start(model: nn.Module) -> nn.Module:
-    """Plain layers, the hidden ones with ``nn.init.orthogonal_``."""
+    """Starts the hidden layers with ``nn.init.orthogonal_``; all layers stay plain."""
     for name in hidden_layers(model):
         nn.init.orthogonal_(model.get_parameter(f"{name}.weight"))
     return model
 
 
 def to_svd(model: nn.Module, **options: Any) -> nn.Module:
-    """``fasth.to_svd`` of the layers that methods replace: the same function."""
+    """``fasth.to_svd`` for the layers that methods replace; the function stays the same."""
     names = layers(model)
     return fasth.to_svd(model, filter=lambda name, _: name in names, report=[], **options)
 
@@ -99,7 +99,7 @@ def _unchanged(model: nn.Module) -> nn.Module:
 
 
 def to_thin(model: nn.Module, rank: int) -> nn.Module:
-    """All layers but the last with this rank; the last is small, and a plain SVD."""
+    """Gives all layers this rank, except the last one, which is small and becomes an SVD of full rank."""
     *hidden, _ = layers(model)
     model = fasth.to_svd(model, rank=rank, filter=lambda name, _: name in hidden, report=[])
     return fasth.to_svd(model, report=[])
@@ -118,7 +118,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def square_layers(model: nn.Module) -> list[str]:
-    """The square ones of the hidden layers: to the peers a rectangular one is a part of a much larger square one."""
+    """The square hidden layers. Rectangular ones are left out: some peers embed them in a much larger square matrix."""
     return [name for name in hidden_layers(model) if len({*model.get_parameter(f"{name}.weight").shape}) == 1]
 
 
@@ -154,7 +154,7 @@ PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "geotorch": _with_geotorch,
 }
 CONVERSIONS |= PEERS
-# These compute at the start what the plain network does, or the peers what it does with an orthogonal start.
+# These start as the same function as the plain network, which has an orthogonal start beside the peers.
 SAME_FUNCTION = (SVD, "SVD, full reflectors", ONE_RATE, *PEERS)
 
 
@@ -163,7 +163,7 @@ def installed(method: str) -> bool:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each weight that is held as its factors, dense, and the singular values that it should have."""
+    """The dense matrix of each weight that is held by factors, and the singular values that it should have."""
     for layer in model.modules():
         if isinstance(layer, fasth.RNNSVD):
             for svd in layer.svds.values():

@@ -1,4 +1,4 @@
-"""The networks of the study, plain. What their weights are held as is another file's business."""
+"""The networks of the study, with plain layers; methods.py converts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def mlp(inputs: int, width: int, layers: int = 3, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
-    """So many hidden layers, without norms, and one to ten classes."""
+    """Hidden layers without norms, and a layer to ten classes."""
     hidden: list[nn.Module] = []
     for i in range(layers):
         hidden += [nn.Linear(width if i else inputs, width), activation()]
@@ -35,7 +35,7 @@ def convnet(width: int) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """A causal transformer over characters, with norms before each of its two kinds of blocks."""
+    """A causal transformer over characters, with norms before attention and before the two layers of a block."""
 
     def __init__(self, characters: int, width: int, context: int, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, and then x + two layers."""
+    """x + attention(x), then x + down(gelu(up(x))), each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Recurrent(nn.Module):
 
 
 class Flow(nn.Module):
-    """A normalizing flow of vectors: a linear map and an affine coupling in turns.
+    """A normalizing flow of vectors: linear maps and affine couplings in turns.
 
     ``swap_couplings`` says whether the layers inside the couplings, too, are those that methods replace.
     """
@@ -106,12 +106,12 @@ class Flow(nn.Module):
 
 
 def logabsdet(layer: Any) -> Tensor:
-    """log |det W| of a square layer: known to ours, computed for a plain one."""
+    """log |det W| of a square layer, computed by ``slogdet`` if it is plain."""
     return torch.linalg.slogdet(layer.weight).logabsdet if isinstance(layer, nn.Linear) else layer.logabsdet()
 
 
 class Coupling(nn.Module):
-    """y₁ = x₁, y₂ = x₂ · s(x₁) + t(x₁), with s between e⁻² and e²; and Σ log s."""
+    """y₁ = x₁, y₂ = x₂ · s(x₁) + t(x₁), with s between e⁻² and e². Returns y and Σ log s."""
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Coupling(nn.Module):
 
 
 def layers(model: nn.Module) -> list[str]:
-    """The names of the layers that methods replace: all that have a weight, but in a flow its linear maps."""
+    """The names of the layers that methods replace: all layers with a weight; in a flow, its linear maps."""
     kinds = (nn.Linear, nn.Conv2d, nn.RNN)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if isinstance(model, Flow) and not model.swap_couplings:
@@ -135,7 +135,7 @@ def layers(model: nn.Module) -> list[str]:
 
 
 def hidden_layers(model: nn.Module) -> list[str]:
-    """Those of them that can be orthogonal: not the last one, whose size is the size of the answer."""
+    """The names of the layers that can be orthogonal: all that methods replace, except the last one."""
     names = layers(model)
     return [name for name in names if name.startswith("mixers")] if isinstance(model, Flow) else names[:-1]
 

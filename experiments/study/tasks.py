@@ -1,4 +1,4 @@
-"""What is learned: five tasks on real data, each a network, its batches, its loss and its score."""
+"""Five tasks on real data: each has a network, batches, a loss and a score."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Task:
     name: str
     unit: str  # of the score
     higher_is_better: bool
-    width: int  # of its network, unless it is what an experiment is about
-    steps: int  # of a training
-    network: Callable[[int], nn.Module]  # of a width
+    width: int  # of its network, except in the part of the study about widths
+    steps: int  # in a training
+    network: Callable[[int], nn.Module]  # called with the width
     batch: Callable[[Generator], Any]
     loss: Callable[[nn.Module, Any], Tensor]
-    score: Callable[[nn.Module], float]  # on data that it was not trained on
+    score: Callable[[nn.Module], float]  # on held-out data
 
     def best(self, scores: list[float]) -> float:
         return max(scores) if self.higher_is_better else min(scores)
@@ -43,7 +43,7 @@ def _image_loss(model: nn.Module, batch: data.Examples) -> Tensor:
 
 
 def accuracy(model: nn.Module) -> float:
-    """In per cent of the test images."""
+    """The part of the test images that is classified correctly, in per cent."""
     inputs, classes = data.images().test
     parts = [model(part).argmax(-1) for part in inputs.split(500)]
     return 100 * (torch.cat(parts) == classes).double().mean().item()
@@ -63,7 +63,7 @@ def _text_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def _text_score(model: nn.Module) -> float:
-    """Nats for each character of 256 places in the files held out."""
+    """Nats per character, in 256 windows of the held-out files."""
     text = data.text().test
     windows = _windows(text, torch.linspace(0, len(text) - CONTEXT - 1, 256).long())
     return sum(_text_loss(model, part).item() for part in windows.split(32)) / 8
@@ -80,7 +80,7 @@ def _table_loss(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def _table_score(model: nn.Module) -> float:
-    """Nats for each dimension of the rows held out, with the same noise for all models."""
+    """Nats per dimension of the held-out rows, with the same noise for all models."""
     table = data.table()
     return _table_loss(model, table.noisy(table.test, Generator().manual_seed(0))).item()
 
@@ -132,7 +132,7 @@ FLOW_WHOLE = flow_task("flow, couplings too", swap_couplings=True)
 
 
 def deep(layers: int, activation: type[nn.Module], name: str) -> Task:
-    """A deep net without norms."""
+    """A deep network without norms."""
     return image_task(
         f"{layers} layers, {name}", 64, 400, lambda width: networks.mlp(_pixels(), width, layers, activation)
     )
