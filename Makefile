@@ -57,13 +57,13 @@ reproduce: $(VENV)/.peers ## run the paper's experiments; ARGS=--full for its ow
 	$(BIN)/fasth reproduce --out benchmarks/reproduction $(ARGS)
 
 study: $(VENV)/.peers ## train plain, SVD and orthogonal networks on real tasks, and compare; ARGS=--quick
-	$(BIN)/python -m fasth.reproduce.study --out $(if $(findstring --quick,$(ARGS)),build/study-quick,benchmarks/study) $(ARGS)
+	$(BIN)/python -m experiments.study --out $(if $(findstring --quick,$(ARGS)),build/study-quick,benchmarks/study) $(ARGS)
 
 flow: $(VENV)/.stamp ## train flows whose channels are mixed by one linear map or another, and compare; ARGS=--quick
-	$(BIN)/python examples/flow.py --out $(if $(findstring --quick,$(ARGS)),build/flow-quick,benchmarks/flow) $(ARGS)
+	$(BIN)/python -m experiments.flow --out $(if $(findstring --quick,$(ARGS)),build/flow-quick,benchmarks/flow) $(ARGS)
 
 recurrent: $(VENV)/.peers ## train recurrent nets to remember, to add and to see, and compare; ARGS=--quick
-	$(BIN)/python examples/recurrent.py --out $(if $(findstring --quick,$(ARGS)),build/recurrent-quick,benchmarks/recurrent) $(ARGS)
+	$(BIN)/python -m experiments.recurrent --out $(if $(findstring --quick,$(ARGS)),build/recurrent-quick,benchmarks/recurrent) $(ARGS)
 
 readme: $(VENV)/.stamp ## put what was measured last into docs/, and draw the README's picture; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fasth.tools.timing import compare
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from flow_models import MIXERS, installed
+sys.path.append(str(Path(__file__).parents[1]))
+from experiments.flow.models import MIXERS, installed
 
 Calls = dict[str, Callable[[], object]]
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from matplotlib.figure import Figure
 from fasth import _files
 from fasth.reproduce.figures import RC, file
 from fasth.reproduce.methods import COMPACT, LINEAR
-from fasth.reproduce.study import runner
-from fasth.reproduce.study.figures import STYLES
-from fasth.reproduce.study.methods import PLAIN, SVD
 from fasth.reproduce.tables import by, number, ratio, select
+
+sys.path.append(str(Path(__file__).parents[1]))
+from experiments.harness.results import FILE, read
+from experiments.study.figures import STYLES
+from experiments.study.methods import PLAIN, SVD
 
 HERE = Path(__file__).parent
 SIZE = 512
@@ -45,11 +48,11 @@ FIRST = 1  # point of a curve that is drawn: at the start all fall from far abov
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results.json", help="what bench.py wrote")
-    parser.add_argument("--study", type=Path, default=HERE / "study" / runner.FILE, help="what make study wrote")
+    parser.add_argument("--study", type=Path, default=HERE / "study" / FILE, help="what make study wrote")
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "headline.png")
     options = parser.parse_args()
     measured = json.loads(options.results.read_text(encoding="utf-8"))
-    _, *records = map(json.loads, options.study.read_text(encoding="utf-8").splitlines())
+    _, records = read(options.study)
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(11, 3.4), layout="constrained")
         costs, *curves = figure.subplots(1, 1 + len(TASKS), width_ratios=[1.5, *(1 for _ in TASKS)])

@@ -17,9 +17,12 @@ from typing import Any
 from tables import machine, tables
 
 from fasth import _files
-from fasth.reproduce.study import experiments, runner
-from fasth.reproduce.study import tables as study_tables
 from fasth.reproduce.tables import counts, headlines, markdown
+
+sys.path.append(str(Path(__file__).parents[1]))
+from experiments.harness.results import FILE, read
+from experiments.study.grid import FULL
+from experiments.study.tables import Study, study_tables
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
@@ -50,7 +53,7 @@ def main() -> int:
         found = json.loads((options.measured / "reproduction" / "results.json").read_text("utf-8"))
         pages["benchmarks.md"]["reproduce"] = of_reproduction(found, options.measured / "reproduction", options.docs)
         pages["gpu.md"]["gpu counts"] = of_counts(found)
-    if (options.measured / "study" / runner.FILE).exists():
+    if (options.measured / "study" / FILE).exists():
         pages["training.md"] = of_study(options.measured / "study")
     return max(update(options.docs / page, blocks, options.check) for page, blocks in pages.items() if blocks)
 
@@ -93,9 +96,9 @@ def of_bench(measured: dict[str, Any]) -> str:
 
 
 def of_study(folder: Path) -> dict[str, str]:
-    """Its tables, and the machine, by place."""
-    environment, *records = map(json.loads, (folder / runner.FILE).read_text(encoding="utf-8").splitlines())
-    found = study_tables.tables(study_tables.Study(experiments.FULL, records))
+    """The tables of the study, and the machine, by place."""
+    environment, records = read(folder / FILE)
+    found = study_tables(Study(FULL, records))
     where = machine({"environment": environment, "settings": {"dtype": "float32"}})
     made = f"Made by `make study` on: {where}; images: {environment['images']}."
     return {f"study {name}": markdown(table) for name, table in found.items()} | {"study machine": made}

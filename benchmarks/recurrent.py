@@ -25,13 +25,12 @@ from torch import Tensor, nn
 import fasth
 from fasth import _files
 from fasth.reproduce import memory
-from fasth.reproduce.results import show
-from fasth.reproduce.tables import Table, markdown
 from fasth.tools.environment import describe
 from fasth.tools.timing import compare
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from recurrent_models import Loop
+sys.path.append(str(Path(__file__).parents[1]))
+from experiments.harness.tables import Table, markdown, show
+from experiments.recurrent.models import Loop
 
 CPU = torch.device("cpu")
 BATCH, LONG = 32, 1000

@@ -53,7 +53,7 @@ EXAMPLES = {
         markdown=True,
     ),
     "flow": Example(
-        "python examples/flow.py --quick --tasks table --mixers dense PLU positive --out build/flow-example",
+        "python -m experiments.flow --quick --tasks table --mixers dense PLU positive --out build/flow-example",
         "build/flow-example/curves.png",
         "Loss on validation data against training steps, for each mixer",
     ),

@@ -80,3 +80,14 @@ def test_a_file_imports_only_from_lines_above(name: str) -> None:
 def test_the_root_is_a_table_of_contents() -> None:
     names = {path.name for path in PACKAGE.iterdir() if not path.name.startswith(("_", "."))} - {"py.typed"}
     assert len(names) <= 12, sorted(names)
+
+
+def test_an_example_is_one_file() -> None:
+    examples = {path.stem: path for path in (ROOT / "examples").iterdir() if path.name != "__pycache__"}
+    assert all(path.suffix == ".py" for path in examples.values())
+    for path in examples.values():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        tops = {name.split(".")[0] for name in names}
+        assert not tops & {*examples, "experiments"}, f"{path.name} imports {tops & {*examples, 'experiments'}}"

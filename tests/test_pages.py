@@ -21,6 +21,7 @@ from fasth.tools import cli
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "native/README.md")),
+    ROOT / "experiments" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "src").rglob("README.md")),
 ]
@@ -117,7 +118,7 @@ def targets(words: list[str]) -> None:
 
 
 def script(words: list[str]) -> None:
-    """The file or module is there, and its folder knows the options."""
+    """The file or module is there, and its folder, or the harness of the experiments, knows the options."""
     place = words.index("-m") + 1 if "-m" in words else next(i for i, word in enumerate(words) if word.endswith(".py"))
     name, options = words[place], [word for word in words[place + 1 :] if word.startswith("--")]
     if name in PLACEHOLDERS:
@@ -125,7 +126,8 @@ def script(words: list[str]) -> None:
     found = importlib.util.find_spec(name) if "-m" in words else None
     path = Path(found.origin) if found and found.origin else ROOT / name
     assert path.is_file(), f"there is no {name}"
-    source = "".join(file.read_text(encoding="utf-8") for file in path.parent.glob("*.py"))
+    folders = [path.parent, *path.parent.parent.glob("harness")]
+    source = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("*.py"))
     for option in options:
         known = option == "--help" or f'"{option}"' in source or f'"{option[2:]}"' in source  # also made from a name
         assert known, f"{name} has no option {option}"

@@ -18,5 +18,4 @@ Nothing in the library imports this package. The order of its files:
     report.py      the page with all of it
     options.py     the options of ``fasth reproduce``
     command.py     ``fasth reproduce``
-    study/         the study of learning, with a command of its own
 """
