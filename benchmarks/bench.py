@@ -18,15 +18,15 @@ from rich.console import Console
 from tables import machine, tables
 
 from fasth import _files
-from fasth.reproduce import runner
-from fasth.reproduce.command import show
-from fasth.reproduce.experiments import Experiment
-from fasth.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
-from fasth.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, PRINTED, TRIANGULAR, Method
-from fasth.reproduce.operations import OPERATIONS
-from fasth.reproduce.tables import any_wrong, faults
-from fasth.reproduce.tasks import Entry, InTurns, Settings
-from fasth.reproduce.timing import environment
+from fasth.tools.reproduce import runner
+from fasth.tools.reproduce.command import show
+from fasth.tools.reproduce.experiments import Experiment
+from fasth.tools.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
+from fasth.tools.reproduce.methods import BASELINES, COMPACT, FULL, LINEAR, PEERS, PRINTED, TRIANGULAR, Method
+from fasth.tools.reproduce.operations import OPERATIONS
+from fasth.tools.reproduce.tables import any_wrong, faults
+from fasth.tools.reproduce.tasks import Entry, InTurns, Settings
+from fasth.tools.reproduce.timing import environment
 
 OUT = Path(__file__).parent / "results.json"
 

@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fasth import _files
-from fasth.reproduce.figures import RC, file
-from fasth.reproduce.methods import COMPACT, LINEAR
-from fasth.reproduce.tables import by, number, ratio, select
+from fasth.tools.reproduce.figures import RC, file
+from fasth.tools.reproduce.methods import COMPACT, LINEAR
+from fasth.tools.reproduce.tables import by, number, ratio, select
 
 sys.path.append(str(Path(__file__).parents[1]))
 from experiments.harness.results import FILE, read

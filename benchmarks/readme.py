@@ -17,7 +17,7 @@ from typing import Any
 from tables import machine, tables
 
 from fasth import _files
-from fasth.reproduce.tables import counts, headlines, markdown
+from fasth.tools.reproduce.tables import counts, headlines, markdown
 
 sys.path.append(str(Path(__file__).parents[1]))
 from experiments.harness.results import FILE, read

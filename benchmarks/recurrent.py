@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import fasth
 from fasth import _files
-from fasth.reproduce import memory
 from fasth.tools.environment import describe
+from fasth.tools.reproduce import memory
 from fasth.tools.timing import compare
 
 sys.path.append(str(Path(__file__).parents[1]))

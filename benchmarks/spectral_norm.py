@@ -27,8 +27,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import fasth
 from fasth import _files
-from fasth.reproduce.tables import Table, markdown
 from fasth.tools.environment import describe
+from fasth.tools.reproduce.tables import Table, markdown
 from fasth.tools.timing import compare
 
 OUT = Path(__file__).parent / "spectra" / "norms.md"

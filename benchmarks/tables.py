@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fasth.reproduce.layers import NN_LINEAR
-from fasth.reproduce.methods import COMPACT, LINEAR
-from fasth.reproduce.operations import OPERATIONS
-from fasth.reproduce.tables import Table, by, geometric_mean, machine, number, ratio, select, time_of, unique
-from fasth.reproduce.tasks import Record
+from fasth.tools.reproduce.layers import NN_LINEAR
+from fasth.tools.reproduce.methods import COMPACT, LINEAR
+from fasth.tools.reproduce.operations import OPERATIONS
+from fasth.tools.reproduce.tables import Table, by, geometric_mean, machine, number, ratio, select, time_of, unique
+from fasth.tools.reproduce.tasks import Record
 
 __all__ = ["Table", "machine", "tables"]
 

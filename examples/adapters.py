@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import fasth
 from fasth import _files
-from fasth.reproduce.tables import Table, markdown
+from fasth.tools.reproduce.tables import Table, markdown
 
 WIDTH, RANK, REFLECTORS, BATCH = 128, 4, 8, 32
 PRETRAINING, ADAPTING, VALIDATION = 700, 200, 200  # images; the others are for the test

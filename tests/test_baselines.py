@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fasth.reflections import definition
-from fasth.reproduce import baselines, methods, printed
-from fasth.reproduce.timing import verify
 from fasth.tools.problems import assert_all_close, from_definition, with_gradients, zero_rows
+from fasth.tools.reproduce import baselines, methods, printed
+from fasth.tools.reproduce.timing import verify
 
 ALGORITHMS = {
     "sequential": baselines.sequential,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fasth import _files
-from fasth.reproduce.methods import LINEAR
 from fasth.tools.cli import main
+from fasth.tools.reproduce.methods import LINEAR
 
 pytest.importorskip("rich", reason="rich is not installed; it comes with fasth[reproduce]")
 
@@ -132,7 +132,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 
 def test_the_library_does_not_import_the_experiments():
-    code = "import fasth, sys; sys.exit(any(name.startswith('fasth.reproduce') for name in sys.modules))"
+    code = "import fasth, sys; sys.exit(any(name.startswith('fasth.tools.reproduce') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -26,7 +26,7 @@ ASKED_FOR = {"extra_repr", "with_cache", "bijective", "domain", "codomain", "con
 
 def modules() -> Iterator[str]:
     for module in pkgutil.walk_packages(fasth.__path__, "fasth."):
-        if not module.name.startswith(("fasth.__main__", "fasth.reproduce", "fasth.reflections.triton")):
+        if not module.name.startswith(("fasth.__main__", "fasth.tools.reproduce", "fasth.reflections.triton")):
             yield module.name
 
 

@@ -16,7 +16,7 @@ from fasth.functional import FORMS, reflect
 from fasth.reflections import planner, precision
 from fasth.reflections.plan import COMPACT, FULL, TORCH, TRITON
 from fasth.reflections.planner import backend_for, counting_kernels
-from fasth.reproduce.counts import observed
+from fasth.tools.reproduce.counts import observed
 
 SIZES = [64, 100, 768, 1024, 2048]
 

@@ -9,8 +9,6 @@ from torch.func import jvp, vmap
 from fasth import householder
 from fasth.reflections import blocked, definition
 from fasth.reflections.planner import block_size_by_rule
-from fasth.reproduce.counts import count
-from fasth.reproduce.methods import COMPACT, FULL, TRIANGULAR
 from fasth.tools.problems import (
     DIRECTIONS,
     assert_all_close,
@@ -19,6 +17,8 @@ from fasth.tools.problems import (
     with_gradients,
     zero_rows,
 )
+from fasth.tools.reproduce.counts import count
+from fasth.tools.reproduce.methods import COMPACT, FULL, TRIANGULAR
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 on_pytorch = pytest.mark.parametrize("path", ["pytorch"], indirect=True)

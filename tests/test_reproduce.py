@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fasth.reproduce import counts, memory, operations, tables
-from fasth.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
-from fasth.reproduce.methods import COMPACT, FULL, LINEAR, METHODS
-from fasth.reproduce.tasks import Counting, Entry, InTurns, Settings
-from fasth.reproduce.timing import environment, verify
 from fasth.tools.cli import main
+from fasth.tools.reproduce import counts, memory, operations, tables
+from fasth.tools.reproduce.layers import LINEAR_ORTHOGONAL, LINEAR_SVD, NN_LINEAR
+from fasth.tools.reproduce.methods import COMPACT, FULL, LINEAR, METHODS
+from fasth.tools.reproduce.tasks import Counting, Entry, InTurns, Settings
+from fasth.tools.reproduce.timing import environment, verify
 
 pytest.importorskip("rich", reason="rich is not installed; it comes with fasth[reproduce]")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed; it comes with fasth[reproduce]")
 
-from fasth.reproduce import experiments, options, runner
+from fasth.tools.reproduce import experiments, options, runner
 
 SEQUENTIAL = METHODS["sequential"]
 
@@ -170,7 +170,7 @@ def test_a_whole_run_has_every_experiment_verified_and_every_repetition(whole):
 
 
 def test_a_whole_run_has_figures_and_a_page_that_stands_alone(whole):
-    from fasth.reproduce.figures import DRAWINGS
+    from fasth.tools.reproduce.figures import DRAWINGS
 
     for drawing in DRAWINGS:
         assert (whole / f"{drawing.name}.png").read_bytes().startswith(b"\x89PNG")
@@ -238,7 +238,7 @@ def test_what_cannot_be_done_is_said_without_a_traceback(tmp_path, capsys, argum
 def test_a_wrong_answer_is_marked_and_fails(tmp_path, monkeypatch, capsys):
     wrong = replace(LINEAR, build=lambda *a: replace(LINEAR.build(*a), function=torch.mm))
     only = experiments.Experiment("step", "", "", [InTurns("d = 4", [Entry(wrong, 4, 4)])])
-    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: [only])
+    monkeypatch.setattr("fasth.tools.reproduce.command.experiments", lambda grid: [only])
     assert reproduce(tmp_path, "--only", "step") == 1
     assert "F.linear: the output is off by" in " ".join(capsys.readouterr().err.split())
     assert "because its answer is wrong" in (tmp_path / "report.html").read_text()
@@ -267,7 +267,7 @@ def test_a_method_that_fails_is_noted_and_the_run_goes_on(tmp_path, monkeypatch,
             "counts", "", "", [Counting(8, 4, [(methods[0], counts.count), (LINEAR, counts.count)])]
         ),
     ]
-    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: only)
+    monkeypatch.setattr("fasth.tools.reproduce.command.experiments", lambda grid: only)
     assert reproduce(tmp_path) == 0
     found = records(tmp_path)
     assert {(r["name"], r["status"]) for r in found if r["experiment"] == "step"} == {
@@ -293,16 +293,16 @@ def test_an_interruption_is_not_the_failure_of_a_method(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     only = experiments.Experiment("step", "", "", [InTurns("d = 4", [Entry(replace(LINEAR, build=interrupted), 4, 4)])])
-    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: [only])
+    monkeypatch.setattr("fasth.tools.reproduce.command.experiments", lambda grid: [only])
     assert reproduce(tmp_path, "--only", "step") == 130
 
 
 def test_a_run_on_a_gpu_says_which_file_to_send(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("fasth.reproduce.command.experiments", lambda grid: [])
+    monkeypatch.setattr("fasth.tools.reproduce.command.experiments", lambda grid: [])
     assert reproduce(tmp_path) == 0
     assert "send" not in capsys.readouterr().err
     monkeypatch.setattr("fasth.tools.device.require", lambda device: None)
-    monkeypatch.setattr("fasth.reproduce.command.environment", lambda device: environment() | {"device": "a GPU"})
+    monkeypatch.setattr("fasth.tools.reproduce.command.environment", lambda device: environment() | {"device": "a GPU"})
     assert reproduce(tmp_path, "--device", "cuda", "--again") == 0
     assert f"send {tmp_path / runner.FILE}" in "".join(capsys.readouterr().err.splitlines())
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fasth.reflections import core
-from fasth.reproduce.methods import LINEAR, METHODS, Case
-from fasth.reproduce.timing import WrongAnswer, environment, measure, verify
 from fasth.tools.device import first_line, require
+from fasth.tools.reproduce.methods import LINEAR, METHODS, Case
+from fasth.tools.reproduce.timing import WrongAnswer, environment, measure, verify
 from fasth.tools.timing import Timing
 
 

@@ -20,7 +20,7 @@ from experiments.harness.results import (
     means,
     other_seeds,
 )
-from fasth.reproduce.timing import WrongAnswer
+from fasth.tools.reproduce.timing import WrongAnswer
 
 __all__ = [
     "Experiment",

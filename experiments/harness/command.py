@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.harness.pool import in_parallel
 from experiments.harness.results import FILE, OtherExperiment, Record, Results, Run
-from fasth.reproduce import timing
+from fasth.tools.reproduce import timing
 
 BUILD = Path(__file__).parents[2] / "build"
 LEAST = {"workers": 0, "rounds": 1, "seeds": 0, "steps": 1}

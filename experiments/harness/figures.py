@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fasth import _files
-from fasth.reproduce.figures import RC, Style, file
+from fasth.tools.reproduce.figures import RC, Style, file
 
 __all__ = ["Style", "curve", "legend", "line_style", "panels", "save"]
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from fasth import _files
-from fasth.reproduce.tables import Table, markdown, number
 from fasth.tools.environment import describe
+from fasth.tools.reproduce.tables import Table, markdown, number
 from fasth.tools.timing import compare
 
 __all__ = ["Score", "Table", "machine", "markdown", "number", "score", "show", "step_times", "write"]

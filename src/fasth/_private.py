@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# Counts the operations of the paper's methods, in ``fasth.reproduce``. There is no public path to it.
+# Counts the operations of the paper's methods, in ``fasth.tools.reproduce``. There is no public path to it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 

@@ -15,8 +15,8 @@ import torch
 import fasth
 from fasth.reflections import tuning_file
 from fasth.reflections.planner import tuning
-from fasth.reproduce import options as reproduce_options
 from fasth.tools.environment import describe
+from fasth.tools.reproduce import options as reproduce_options
 from fasth.tools.tune import tune
 
 _SIZES = [64, 128, 256, 512, 768, 1024]

@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from fasth.reproduce import tables
-from fasth.reproduce.methods import COMPACT, FULL, LINEAR, TRIANGULAR
-from fasth.reproduce.operations import OPERATIONS
-from fasth.reproduce.tables import OURS, by, ratio, select, unique
-from fasth.reproduce.tasks import Record
+from fasth.tools.reproduce import tables
+from fasth.tools.reproduce.methods import COMPACT, FULL, LINEAR, TRIANGULAR
+from fasth.tools.reproduce.operations import OPERATIONS
+from fasth.tools.reproduce.tables import OURS, by, ratio, select, unique
+from fasth.tools.reproduce.tasks import Record
 
 
 class Style(NamedTuple):

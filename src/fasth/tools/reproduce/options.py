@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from fasth.reproduce import command
+        from fasth.tools.reproduce import command
     except ModuleNotFoundError as error:
         wanted = f"`fasth reproduce` needs {error.name}, which comes with: pip install 'fasth[reproduce]'"
         print(f"fasth: {wanted}", file=sys.stderr)

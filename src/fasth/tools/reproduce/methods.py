@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 import fasth
 from fasth.functional import reflect
 from fasth.reflections import definition
-from fasth.reproduce import baselines, printed
+from fasth.tools.reproduce import baselines, printed
 
 Function = Callable[..., Tensor]  # of x: (rows, d) and the method's parameters
 

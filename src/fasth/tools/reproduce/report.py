@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fasth import _files
-from fasth.reproduce import figures, runner, tables
-from fasth.reproduce.operations import OPERATIONS
-from fasth.reproduce.tables import Table, select, unique
+from fasth.tools.reproduce import figures, runner, tables
+from fasth.tools.reproduce.operations import OPERATIONS
+from fasth.tools.reproduce.tables import Table, select, unique
 
 PAPER = "Mathiasen, Hvilshøj, Jørgensen, Nasery and Mottin, <i>What if Neural Networks had SVDs?</i>, NeurIPS 2020"
 

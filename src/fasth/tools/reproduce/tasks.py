@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from fasth.reproduce import counts, memory
-from fasth.reproduce.methods import Case, Method
-from fasth.reproduce.timing import Progress, measure
 from fasth.tools.device import first_line
+from fasth.tools.reproduce import counts, memory
+from fasth.tools.reproduce.methods import Case, Method
+from fasth.tools.reproduce.timing import Progress, measure
 from fasth.tools.timing import Timing
 
 Record = dict[str, Any]

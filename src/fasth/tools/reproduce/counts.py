@@ -19,7 +19,7 @@ from fasth._private import TorchDispatchMode
 from fasth.reflections.plan import FULL
 from fasth.reflections.planner import counting_kernels
 from fasth.reflections.triton.configurations import LONGEST
-from fasth.reproduce.methods import Method
+from fasth.tools.reproduce.methods import Method
 
 aten = torch.ops.aten
 

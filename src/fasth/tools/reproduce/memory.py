@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from fasth.reproduce.methods import METHODS, Case
 from fasth.tools.device import first_line
+from fasth.tools.reproduce.methods import METHODS, Case
 
 # Blocks of more than so many bytes are the process's own while in use, and the system's again when freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}

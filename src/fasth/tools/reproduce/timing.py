@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fasth
-from fasth.reproduce.methods import Case
 from fasth.tools import device as devices
+from fasth.tools.reproduce.methods import Case
 from fasth.tools.timing import Call, Timing, Turn, take_turns
 
 Progress = Callable[[int, int, str], None]  # turns taken, turns in all, what comes next

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import fasth
-from fasth.reproduce.methods import Function, of_module, product, unit
+from fasth.tools.reproduce.methods import Function, of_module, product, unit
 
 
 def _dense(x: Tensor, W: Tensor, bias: Tensor) -> Tensor:

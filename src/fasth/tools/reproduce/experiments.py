@@ -13,8 +13,8 @@ from torch import Tensor
 from fasth import functional
 from fasth.reflections import planner
 from fasth.reflections.plan import TRIANGULAR as TRIANGULAR_FORM
-from fasth.reproduce import baselines, counts, operations
-from fasth.reproduce.methods import (
+from fasth.tools.reproduce import baselines, counts, operations
+from fasth.tools.reproduce.methods import (
     BASELINES,
     COMPACT,
     FULL,
@@ -31,7 +31,7 @@ from fasth.reproduce.methods import (
     triangular,
     triangular_product,
 )
-from fasth.reproduce.tasks import Counting, Entry, InTurns, PeakMemory, Task
+from fasth.tools.reproduce.tasks import Counting, Entry, InTurns, PeakMemory, Task
 
 ROWS = 32  # the paper's m
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fasth import _files
-from fasth.reproduce import report, runner, tables
-from fasth.reproduce.experiments import FULL_GRID, QUICK, experiments
-from fasth.reproduce.tasks import Settings
-from fasth.reproduce.timing import environment
 from fasth.tools import device
+from fasth.tools.reproduce import report, runner, tables
+from fasth.tools.reproduce.experiments import FULL_GRID, QUICK, experiments
+from fasth.tools.reproduce.tasks import Settings
+from fasth.tools.reproduce.timing import environment
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,8 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fasth
-from fasth.reproduce import baselines
-from fasth.reproduce.methods import EXPONENTIAL_SLACK, Function, Method, compact, exponential, full, of, product, unit
+from fasth.tools.reproduce import baselines
+from fasth.tools.reproduce.methods import (
+    EXPONENTIAL_SLACK,
+    Function,
+    Method,
+    compact,
+    exponential,
+    full,
+    of,
+    product,
+    unit,
+)
 
 SLACK = 8.0  # of the condition of W, which is about three
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fasth import _files
-from fasth.reproduce.experiments import Experiment
-from fasth.reproduce.tasks import Settings, Task
+from fasth.tools.reproduce.experiments import Experiment
+from fasth.tools.reproduce.tasks import Settings, Task
 
 FILE = "results.json"
 _COLUMNS = ["experiment", "name", "d", "rows", "k", "what", "status", "repetition", "seconds"]

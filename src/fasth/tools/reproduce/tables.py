@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fasth.reproduce.methods import COMPACT
-from fasth.reproduce.operations import OPERATIONS
-from fasth.reproduce.tasks import Record
+from fasth.tools.reproduce.methods import COMPACT
+from fasth.tools.reproduce.operations import OPERATIONS
+from fasth.tools.reproduce.tasks import Record
 
 OURS = COMPACT.name
 VALUES = {"mean": "mean time", "bytes": "peak memory"}
