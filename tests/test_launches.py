@@ -23,8 +23,8 @@ from fasth.tools.reproduce.methods import COMPACT, FULL, TRIANGULAR
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 on_pytorch = pytest.mark.parametrize("path", ["pytorch"], indirect=True)
 
-# Launches a block, and besides.
-FORMS = {"full": (FULL, 9, 40), "triangular": (TRIANGULAR, 13, 40), "compact": (COMPACT, 13, 48)}
+# Launches a block, and besides: of compact reflectors also the ones on the diagonal, and what keeps the signs there.
+FORMS = {"full": (FULL, 9, 40), "triangular": (TRIANGULAR, 13, 40), "compact": (COMPACT, 13, 56)}
 
 
 # Launches.

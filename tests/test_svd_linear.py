@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasth import functional
 from fasth.functional import svd_dense, svd_linear
-from fasth.reflections import definition
+from fasth.reflections import definition, planner
 from fasth.reflections.blocked import expand_compact
 from fasth.tools.problems import gradient_of
 
@@ -259,7 +258,7 @@ def test_gradients_are_the_same_whatever_was_saved(
     device: str,
 ) -> None:
     tensors = draw(Shape((rows,), 70, 130), form, precise, device)
-    monkeypatch.setattr(functional, "plan_svd_linear", lambda *sizes: (24, level))
+    monkeypatch.setattr(planner, "_level", lambda *_: level)
     assert_all_close(with_gradients(actual(tensors, form), tensors), expected(tensors, form), 200)
 
 
@@ -290,7 +289,9 @@ def test_one_tensor_as_both_sides(path: str) -> None:
     def function(x: Tensor, U: Tensor, sigma: Tensor) -> Tensor:
         return svd_linear(x, U, sigma, U)
 
-    inputs = tensors["x"], tensors["U"].detach().mul(0.9).requires_grad_(), tensors["sigma"]
+    U = tensors["U"].detach().mul(0.9)
+    U.diagonal().sign_()  # signs have no gradient unless they are close to zero
+    inputs = tensors["x"], U.requires_grad_(), tensors["sigma"]
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
 

@@ -41,7 +41,7 @@ class Householder(torch.autograd.Function):
         plan, needs = ctx.plan, ctx.needs_input_grad[:2]
         if _has_to_compose(g, plan.backend):
             if x is None:  # any value will do: V needs no gradient
-                x = torch.zeros_like(g, requires_grad=True)
+                x = V.new_zeros(g.shape, requires_grad=True)
 
             def multiply(x: Tensor, V: Tensor) -> Tensor:
                 return compose(x, V, plan.form, plan.transpose, plan.block_size)
@@ -209,14 +209,14 @@ def _gradients_by_autograd(
         # What the inputs were computed from is not to be differentiated here.
         inputs = [t if t is None else t.view_as(t) for t in inputs]
         wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad(function(*inputs), wanted, g, create_graph=again))
+        found = iter(torch.autograd.grad(function(*inputs), wanted, g, create_graph=again, materialize_grads=True))
     return [next(found) if need else None for need in needs]
 
 
 def _for_blocked(x: Tensor, V: Tensor, form: int) -> tuple[Tensor, Tensor]:
     """x as (B, m, d) and V as (B, r, d), compact reflectors written out."""
     V = blocked.expand_compact(V) if form == COMPACT else V
-    return x if x.ndim == 3 else x.reshape(1, -1, V.shape[-1]), V if V.ndim == 3 else V.unsqueeze(0)
+    return (x, V) if V.ndim == 3 else (x.reshape(1, -1, V.shape[-1]), V.unsqueeze(0))
 
 
 # The signs on the diagonal of compact reflectors.

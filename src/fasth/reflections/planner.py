@@ -144,6 +144,8 @@ def _householder_plan(
     if backend == TRITON and not fixed and not kernels_pay(rows * (batch or 1), r, d, where):
         backend = TORCH
     k = block_size_for(rows, r, d, block_size, where)
+    if backend == COMPOSED:  # autograd saves what it needs
+        return Plan(backend, form, transpose, k)
     save = SAVE_NOTHING
     if backend == TRITON:
         save = SAVE_T if _kernels_save(rows, r, d, form, needs, where.dtype) else SAVE_NOTHING
@@ -177,6 +179,8 @@ def _svd_plan(
     if not (of_identity or where.exporting) and forming_svd_pays(rows, n, m, r_U, r_V, k, form != FULL, where):
         return Plan(where.backend, form, forms_matrix=True)
     backend, longest = where.backend, max(n, m)
+    if backend == COMPOSED:
+        return Plan(backend, form)
     if backend == TRITON and not kernels_pay(rows, max(min(r_U, n), min(r_V, m)), longest, where):
         backend = TORCH
     r = max(min(r_U, n), min(r_V, m))
