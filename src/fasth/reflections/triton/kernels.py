@@ -23,9 +23,9 @@ COMPACT = tl.constexpr(2)
 def load_reflectors(V, i, j, first, r, d, row_stride, col_stride, FORM: tl.constexpr):
     """Rows i and columns j of V, as the reflectors that they stand for: zeros, and ones, where nothing is stored.
 
-    ``first`` is at most the smallest i, and a multiple of 8. What stands left of column ``first`` is not read; what
-    stands between it and the diagonal is, and then set to zero: a mask that follows the diagonal would keep the compiler
-    from loading four numbers at once.
+    ``first`` is at most the smallest i, and a multiple of 8. What stands left of column ``first`` is not read. What
+    stands between it and the diagonal is, and then set to zero: a mask that follows the diagonal would keep the
+    compiler from loading four numbers at once.
     """
     row, col = i[:, None], j[None, :]
     inside = (row < r) & (col < d)
