@@ -14,24 +14,30 @@ import triton
 import triton.language as tl
 
 # The forms of ``plan.py``, as the compiler reads them.
+FULL = tl.constexpr(0)
 TRIANGULAR = tl.constexpr(1)
 COMPACT = tl.constexpr(2)
 
 
 @triton.jit
-def load_reflectors(V, i, j, r, d, row_stride, col_stride, FORM: tl.constexpr):
-    """Rows i and columns j of V, as the reflectors that they stand for: zeros, and ones, where nothing is stored."""
+def load_reflectors(V, i, j, first, r, d, row_stride, col_stride, FORM: tl.constexpr):
+    """Rows i and columns j of V, as the reflectors that they stand for: zeros, and ones, where nothing is stored.
+
+    ``first`` is at most the smallest i, and a multiple of 8. What stands left of column ``first`` is not read. What
+    stands between it and the diagonal is, and then set to zero: a mask that follows the diagonal would keep the
+    compiler from loading four numbers at once.
+    """
     row, col = i[:, None], j[None, :]
     inside = (row < r) & (col < d)
-    stored = inside
-    if FORM == TRIANGULAR:
-        stored = inside & (col >= row)
-    if FORM == COMPACT:
-        stored = inside & (col > row)
+    read = inside
+    if FORM >= TRIANGULAR:
+        read = inside & (col >= first)
     place = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
-    y = tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    y = tl.load(place, mask=read, other=0.0).to(tl.float32)
+    if FORM == TRIANGULAR:
+        y = tl.where(col >= row, y, 0.0)
     if FORM == COMPACT:
-        y = tl.where(inside & (col == row), 1.0, y)
+        y = tl.where(col > row, y, tl.where(col == tl.where(row < r, row, -1), 1.0, 0.0))
     return y
 
 
@@ -81,7 +87,7 @@ def factors(
         start = block * K // BD * BD
     largest = tl.zeros([K], tl.float32)
     for c in range(start, d, BD):
-        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, FORM)
+        y = load_reflectors(V, reflections, c + tl.arange(0, BD), start, r, d, row_stride, col_stride, FORM)
         largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
     # 2 to the minus exponent of the largest entry, by its bits. The limits keep both powers normal numbers.
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
@@ -89,7 +95,10 @@ def factors(
     tl.store(SCALE + batch * (blocks * K) + reflections, scale)
     gram = tl.zeros([K, K], tl.float32)
     for c in range(start, d, BD):
-        y = load_reflectors(V, reflections, c + tl.arange(0, BD), r, d, row_stride, col_stride, FORM) * scale[:, None]
+        y = (
+            load_reflectors(V, reflections, c + tl.arange(0, BD), start, r, d, row_stride, col_stride, FORM)
+            * scale[:, None]
+        )
         gram += tl.dot(y, tl.trans(y), input_precision="ieee")
     row, col = i[:, None], i[None, :]
     squared_norms = tl.sum(tl.where(row == col, gram, 0.0), 1)
@@ -100,6 +109,37 @@ def factors(
         B12 = tl.where((highest >> level) == 1, gram, 0.0)
         t -= tl.dot(tl.dot(t, B12, input_precision="ieee"), t, input_precision="ieee")
     tl.store(T + (batch * blocks + block) * K * K + row * K + col, t)
+
+
+@triton.jit
+def read_row(
+    X, X2, row, j, m, total, x_stride, d, given, factor, SCALED: tl.constexpr, RECORD: tl.constexpr
+):  # fmt: skip
+    """A row of X above X2, the rows of X times ``factor``; zeros beyond the last one."""
+    a = tl.load(X + row * x_stride + j, mask=given & (row < m), other=0.0).to(tl.float32)
+    if SCALED:
+        a *= factor
+    if RECORD:
+        a += tl.load(X2 + (row - m) * d + j, mask=(j < d) & (row >= m) & (row < total), other=0.0).to(tl.float32)
+    return a
+
+
+@triton.jit
+def reflect_row(a, y, t, LAST_FIRST: tl.constexpr):
+    """The row through the block of y and t: a − z Y, and z."""
+    s = tl.sum(y * a[None, :], 1)
+    if LAST_FIRST:  # s Tᵀ
+        z = tl.sum(t * s[None, :], 1)
+    else:  # s T
+        z = tl.sum(t * s[:, None], 0)
+    return a - tl.sum(y * z[:, None], 0), z
+
+
+@triton.jit
+def write_row(a, bias, OUT, COPY, row, j, columns, mask, HAS_COPY: tl.constexpr):
+    if HAS_COPY:
+        tl.store(COPY + row * columns + j, stored(a, COPY), mask=mask)
+    tl.store(OUT + row * columns + j, stored(a + bias, OUT), mask=mask)
 
 
 @triton.jit(do_not_specialize=["m", "m2"])
@@ -113,35 +153,40 @@ def sweep(
     U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_COPY: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A row through all blocks, x Qᵀ if LAST_FIRST and x Q otherwise, held in the registers of one program.
+    """Two rows through all blocks, x Qᵀ if LAST_FIRST and x Q otherwise, held in the registers of one program.
 
-    Rows are those of X: (B, m, ≥ x_columns), then those of X2: (B, m2, d). A step takes K reflections, for which the
-    K × K squares on the diagonal of T, of blocks of TK, serve as their T. For a weight U Σ Vᵀ the rows of X are
-    multiplied by sigma and its signs as they are read, and the bias is added as rows are written, and the rows without
-    it to COPY. Columns beyond ``x_columns`` are zero, those beyond ``out_columns`` are not written.
+    Rows are those of X: (B, m, ≥ x_columns), then those of X2: (B, m2, d); a program takes two that are half of them
+    apart, and reads every reflector once for both. A step takes K reflections, for which the K × K squares on the
+    diagonal of T, of blocks of TK, serve as their T. For a weight U Σ Vᵀ the rows of X are multiplied by sigma and its
+    signs as they are read, and the bias is added as rows are written, and the rows without it to COPY. Columns beyond
+    ``x_columns`` are zero, those beyond ``out_columns`` are not written.
 
-    RECORD is for the gradient: Z: (B, m + m2, blocks·K), and the rows before each group of reflections, GROUP at a
-    time, STATES: (B, groups, m + m2, d).
+    RECORD, with which there is an X2, is for the gradient: Z: (B, m + m2, blocks·K), and the rows before each group of
+    reflections, GROUP at a time, STATES: (B, groups, m + m2, d).
     """
     total = m + m2
-    row, batch = tl.program_id(0) % total, (tl.program_id(0) // total).to(tl.int64)
+    programs = tl.cdiv(total, 2)
+    row, batch = tl.program_id(0) % programs, (tl.program_id(0) // programs).to(tl.int64)
+    other = row + programs
     V += batch * batch_stride
     i, j = tl.arange(0, K), tl.arange(0, D)
-    inside = j < d
+    inside, both = j < d, other < total
     first_step = 0
     if OF_IDENTITY:
-        a = tl.where(j == row, 1.0, 0.0)
-        if FORM >= TRIANGULAR:  # reflections after the row-th leave it as it is
-            first_step = tl.maximum(blocks - 1 - row // K, 0)
-    elif row < m:
-        given = j < x_columns
-        a = tl.load(X + (batch * m + row) * x_stride + j, mask=given, other=0.0).to(tl.float32)
-        if SCALED:
-            a *= signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, given, U_SIGNED, V_SIGNED)
-            if HAS_SIGMA:
-                a *= tl.load(SIGMA + j, mask=given, other=0.0).to(tl.float32)
+        a, b = tl.where(j == row, 1.0, 0.0), tl.where(j == other, 1.0, 0.0)
+        if FORM >= TRIANGULAR:  # reflections after the other-th leave both as they are
+            first_step = tl.maximum(blocks - 1 - other // K, 0)
     else:
-        a = tl.load(X2 + (batch * m2 + (row - m)) * d + j, mask=inside, other=0.0).to(tl.float32)
+        given = j < x_columns
+        factor = tl.full([D], 1.0, tl.float32)
+        if SCALED:
+            factor = signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, given, U_SIGNED, V_SIGNED)
+            if HAS_SIGMA:
+                factor *= tl.load(SIGMA + j, mask=given, other=0.0).to(tl.float32)
+        X += batch * m * x_stride
+        X2 += batch * m2 * d
+        a = read_row(X, X2, row, j, m, total, x_stride, d, given, factor, SCALED, RECORD)
+        b = read_row(X, X2, other, j, m, total, x_stride, d, given, factor, SCALED, RECORD)
     for step in tl.range(first_step, blocks, num_stages=STAGES):
         block = step
         if LAST_FIRST:
@@ -152,27 +197,26 @@ def sweep(
             if LAST_FIRST:
                 arrives = (step == 0) | (block % (GROUP // K) == GROUP // K - 1)
             if arrives:
-                group = batch * tl.cdiv(blocks * K, GROUP) + block * K // GROUP
-                tl.store(STATES + (group * total + row) * d + j, a, mask=inside)
+                place = STATES + (batch * tl.cdiv(blocks * K, GROUP) + block * K // GROUP) * total * d + j
+                tl.store(place + row * d, a, mask=inside)
+                tl.store(place + other * d, b, mask=inside & both)
         scale = tl.load(SCALE + batch * (blocks * K) + reflections)
-        y = load_reflectors(V, reflections, j, r, d, row_stride, col_stride, FORM) * scale[:, None]
+        y = load_reflectors(V, reflections, j, block * K, r, d, row_stride, col_stride, FORM) * scale[:, None]
         t = tl.load(T + (batch * blocks + block) * K * TK + block * K % TK + i[:, None] * TK + i[None, :])
-        s = tl.sum(y * a[None, :], 1)
-        if LAST_FIRST:  # s Tᵀ
-            z = tl.sum(t * tl.expand_dims(s, 0), 1)
-        else:  # s T
-            z = tl.sum(t * tl.expand_dims(s, 1), 0)
+        a, z = reflect_row(a, y, t, LAST_FIRST)
+        b, z2 = reflect_row(b, y, t, LAST_FIRST)
         if RECORD:
-            tl.store(Z + (batch * total + row) * (blocks * K) + reflections, z)
-        a -= tl.sum(y * tl.expand_dims(z, 1), 0)
-    if row < m:
-        written = j < out_columns
-        place = (batch * m + row) * out_columns + j
-        if HAS_COPY:
-            tl.store(COPY + place, stored(a, COPY), mask=written)
-        if HAS_BIAS:
-            a += tl.load(BIAS + j, mask=written, other=0.0).to(tl.float32)
-        tl.store(OUT + place, stored(a, OUT), mask=written)
+            place = Z + batch * total * (blocks * K) + reflections
+            tl.store(place + row * (blocks * K), z)
+            tl.store(place + other * (blocks * K), z2, mask=both)
+    written = j < out_columns
+    bias = tl.zeros([D], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(BIAS + j, mask=written, other=0.0).to(tl.float32)
+    OUT += batch * m * out_columns
+    COPY += batch * m * out_columns
+    write_row(a, bias, OUT, COPY, row, j, out_columns, written & (row < m), HAS_COPY)
+    write_row(b, bias, OUT, COPY, other, j, out_columns, written & (other < m), HAS_COPY)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -186,26 +230,28 @@ def gradient(
 
     Z: (B, 2m, known) holds R above −Z, STATES: (B, groups, 2m, d) g above O. Reflectors beyond the ``used`` ones, and
     what stands left of a diagonal, have a zero gradient; where two sides are SHARED, only what is right of the diagonal
-    is written, and the diagonal by one of them. The diagonal of signed reflectors gets ``autograd.sign_guard``.
+    is written, and the diagonal by one of them. That of compact reflectors gets ``autograd.with_sign_guard``.
     """
     tiles, groups = tl.cdiv(d, BD), tl.cdiv(r, GROUP)
     tile, group = tl.program_id(0) % tiles, tl.program_id(0) // tiles % groups
     batch = (tl.program_id(0) // (tiles * groups)).to(tl.int64)
     i, j = group * GROUP + tl.arange(0, GROUP), tile * BD + tl.arange(0, BD)
-    some = group * GROUP < known
-    held = ((i < known) & some)[None, :]
-    inside = ((j < d) & some)[None, :]
-    state = batch * tl.cdiv(known, GROUP) + group
+    row, col = i[:, None], j[None, :]
+    exists = group * GROUP < known
+    if FORM >= TRIANGULAR:  # left of the diagonal there is nothing to compute
+        exists = exists & ((tile + 1) * BD > group * GROUP)
+    rows = tl.where(exists, m, 0)
+    held, inside = (i < known)[None, :], (j < d)[None, :]
+    Z += batch * 2 * m * known + i[None, :]
+    STATES += (batch * tl.cdiv(known, GROUP) + group) * 2 * m * d + j[None, :]
     M = tl.zeros([GROUP, GROUP], tl.float32)
     dY = tl.zeros([GROUP, BD], tl.float32)
-    for q in range(0, m, BM):
-        p = (q + tl.arange(0, BM))[:, None]
-        at_Z = Z + (batch * 2 * m + p) * known + i[None, :]
-        R = tl.load(at_Z, mask=(p < m) & held, other=0.0)
-        minus_Z = tl.load(at_Z + m.to(tl.int64) * known, mask=(p < m) & held, other=0.0)
-        at_state = STATES + (state * 2 * m + p) * d + j[None, :]
-        g = tl.load(at_state, mask=(p < m) & inside, other=0.0)
-        O = tl.load(at_state + m.to(tl.int64) * d, mask=(p < m) & inside, other=0.0)
+    for q in range(0, rows, BM):
+        p = (q + tl.arange(0, BM))[:, None].to(tl.int64)
+        R = tl.load(Z + p * known, mask=(p < m) & held, other=0.0)
+        minus_Z = tl.load(Z + (p + m) * known, mask=(p < m) & held, other=0.0)
+        g = tl.load(STATES + p * d, mask=(p < m) & inside, other=0.0)
+        O = tl.load(STATES + (p + m) * d, mask=(p < m) & inside, other=0.0)
         M -= tl.dot(tl.trans(minus_Z), R, input_precision=PRECISION)
         dY += tl.dot(tl.trans(minus_Z), g, input_precision=PRECISION)
         dY -= tl.dot(tl.trans(R), O, input_precision=PRECISION)
@@ -214,28 +260,31 @@ def gradient(
     if TRANSPOSE:
         half = b > a
     N = tl.where(half, M - tl.trans(M), 0.0)
-    scale = tl.load(SCALE + batch * known + i, mask=(i < known) & some, other=0.0)[:, None]
+    scale = tl.load(SCALE + batch * known + i, mask=(i < known) & exists, other=0.0)[:, None]
     V += batch * batch_stride
-    y = load_reflectors(V, i, j, used, d, row_stride, col_stride, FORM) * scale
+    y = load_reflectors(V, i, j, group * GROUP, used, d, row_stride, col_stride, FORM) * scale
     dV = (dY + tl.dot(N, y, input_precision=PRECISION)) * scale
-    row, col = i[:, None], j[None, :]
-    if FORM == TRIANGULAR:
-        dV = tl.where(col >= row, dV, 0.0)
-    if FORM == COMPACT:
-        dV = tl.where(col > row, dV, 0.0)
     written = (row < r) & (col < d)
-    if FORM == COMPACT:
-        on_diagonal = written & (col == row)
-        place = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
-        diagonal = tl.load(place, mask=on_diagonal, other=1.0).to(tl.float32)
-        push = tl.where(diagonal.to(tl.int32, bitcast=True) < 0, 0.1, -0.1)
-        dV = tl.where(on_diagonal & (tl.abs(diagonal) < 0.25), push, dV)
-    if SHARED:
-        written = written & (col > row)
-        if DIAGONAL:
-            written = (row < r) & (col < d) & (col >= row)
     place = DV + batch * dv_batch_stride + row.to(tl.int64) * dv_row_stride + col.to(tl.int64) * dv_col_stride
-    tl.store(place, stored(dV, DV), mask=written)
+    if FORM == FULL:
+        tl.store(place, stored(dV, DV), mask=written)
+    elif tile * BD >= (group + 1) * GROUP:  # right of the diagonal; a mask for it would keep stores apart
+        tl.store(place, stored(dV, DV), mask=written)
+    else:
+        if FORM == TRIANGULAR:
+            dV = tl.where(col >= row, dV, 0.0)
+        if FORM == COMPACT:
+            on_diagonal = written & (col == row)
+            at = V + row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+            diagonal = tl.load(at, mask=on_diagonal, other=1.0).to(tl.float32)
+            push = tl.where(diagonal.to(tl.int32, bitcast=True) < 0, 0.1, -0.1)
+            push = tl.where(on_diagonal & (tl.abs(diagonal) < 0.25), push, 0.0)
+            dV = tl.where(col > row, dV, push)
+        if SHARED:
+            written = written & (col > row)
+            if DIAGONAL:
+                written = (row < r) & (col < d) & (col >= row)
+        tl.store(place, stored(dV, DV), mask=written)
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -265,12 +265,12 @@ def sweep(
     D = columns_held(d)
     _launch(
         kernels.sweep,
-        B * total,
+        B * -(-total // 2),
         {"num_warps": SWEEP_WARPS[D], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
         X=x,
         X2=x if x2 is None else x2,
         OUT=out,
-        COPY=copy,
+        COPY=out if copy is None else copy,
         V=V,
         SCALE=scale,
         T=T,
@@ -402,5 +402,5 @@ def _launch(kernel: Any, programs: int, options: dict[str, int], **arguments: An
         options = {name: value for name, value in options.items() if name != "maxnreg"}
     if programs and not first.is_meta:
         with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-            # Fused multiply-adds: fewer roundings. Triton 3.10 would have to be asked for them.
-            kernel[(programs,)](**arguments, **options, enable_fp_fusion=True)
+            # Fused, a product would be rounded in one lane of a sum and not in the other, and copies of the sum differ.
+            kernel[(programs,)](**arguments, **options, enable_fp_fusion=False)
