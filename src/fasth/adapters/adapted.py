@@ -46,7 +46,7 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of a plain layer that computes the same, differentiable. Writing into this result changes nothing."""
+        """The weight of a plain layer that computes the same, differentiable; writing into it changes nothing."""
         adapters = self.acting()
         if not adapters:
             return self.base.weight  # type: ignore[return-value]
@@ -80,8 +80,10 @@ class Adapted(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or name in ("base", "weight", "bias") or "base" not in self._modules:
+            if name.startswith("_") or name == "base" or "base" not in self._modules:
                 raise
+            if name in ("weight", "bias"):  # a property above raised the error, and PyTorch has another one
+                return getattr(type(self), name).fget(self)
             return getattr(self.base, name)
 
     def extra_repr(self) -> str:

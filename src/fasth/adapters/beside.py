@@ -57,7 +57,7 @@ class ThinSVD(Beside):
         nn.init.zeros_(self.svd.sigma)
 
     def _added(self, x: Tensor) -> Tensor:
-        return self.svd(x.to(self.svd.sigma.dtype))
+        return self.svd(x.to(next(self.svd.parameters()).dtype))
 
     def _matrices(self) -> Tensor:
         return self.svd.weight.movedim((0, 1), (-2, -1))

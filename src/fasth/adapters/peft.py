@@ -88,7 +88,9 @@ def disable() -> None:
 def _check_version() -> None:
     try:
         import peft
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "peft":  # something that PEFT needs
+            raise
         raise ImportError("fasth.peft needs PEFT; get it with pip install peft") from error
     if peft.__version__ not in VERSIONS:
         raise RuntimeError(f"fasth.peft was tested with PEFT {', '.join(VERSIONS)}; got {peft.__version__}")

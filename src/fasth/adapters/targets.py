@@ -15,12 +15,14 @@ from fasth.adapters.layers import features_of
 Target: TypeAlias = "str | re.Pattern[str] | type | Callable[[str, nn.Module], bool] | Iterable[Any] | None"
 
 
-def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules of a model with their names, an adapted layer as one. A module that it has twice comes twice."""
-    yield name, model
-    if not isinstance(model, Adapted):
-        for part, child in model.named_children():
-            yield from layers(child, f"{name}.{part}" if name else part)
+    within = None  # the adapted layer that was met last: its own modules follow it
+    for name, module in model.named_modules(remove_duplicate=False):
+        if within is None or not name.startswith(within):
+            yield name, module
+            if isinstance(module, Adapted):
+                within = f"{name}." if name else ""
 
 
 def named_adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:

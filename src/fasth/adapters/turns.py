@@ -148,6 +148,9 @@ class _Orthogonal(LinearOrthogonal):
         for held in super().held_weights():
             yield held._replace(rates=(1.0, ORTHOGONAL_RATE))
 
+    def _why_not_to_dense(self) -> str:
+        return "it is part of an adapter"
+
 
 class BlocksTurn(Turn):
     """Q = diag(Q₁, …, Q_k), any rotations of b features each, d = k·b. Q₁, …, Q_k are formed, and cost 2·b·d a row.
