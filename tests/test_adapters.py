@@ -370,8 +370,12 @@ def test_half_precision_bases(kind: str, half: torch.dtype) -> None:
                 assert (turn(eye) @ turn(eye).mT - eye).abs().max() < 1e-6
                 half_output = turn(x.new_ones(1, turn.features))
                 assert half_output.dtype == half
-                torch.testing.assert_close(half_output.float().norm(), turn.features**0.5 + 0 * x[0, 0].float(),
-                                           rtol=4 * torch.finfo(half).eps, atol=0)
+                torch.testing.assert_close(
+                    half_output.float().norm(),
+                    turn.features**0.5 + 0 * x[0, 0].float(),
+                    rtol=4 * torch.finfo(half).eps,
+                    atol=0,
+                )
     merged = adapters.merge(copy.deepcopy(model))
     torch.testing.assert_close(merged(x), model(x), rtol=0.02, atol=0.02)
     as_half: Any = model.to(half)  # the parameters of the adapters, too
@@ -411,7 +415,9 @@ def test_compiled(kind: str) -> None:
     expected, found = model(x), compiled(x)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found.square().sum(), wanted), torch.autograd.grad(expected.square().sum(), wanted), strict=True
+        torch.autograd.grad(found.square().sum(), wanted),
+        torch.autograd.grad(expected.square().sum(), wanted),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     with adapters.disabled(model):
@@ -464,9 +470,9 @@ def test_what_a_target_may_not_be() -> None:
         adapters.add(model, target="k")
     with pytest.raises(ValueError, match="`target` names 'norm', and a LayerNorm cannot be adapted"):
         adapters.add(model, target="norm")
-    with pytest.raises(TypeError, match="`target` should be a name, .*; got int"):
+    with pytest.raises(TypeError, match=r"`target` should be a name, .*; got int"):
         adapters.add(model, target=3)
-    with pytest.raises(TypeError, match="`model` should be a torch.nn.Module; got int"):
+    with pytest.raises(TypeError, match=r"`model` should be a torch\.nn\.Module; got int"):
         adapters.add(3)  # type: ignore[arg-type]
     assert isinstance(model["q"], nn.Linear) and model["q"].weight.requires_grad
 
@@ -474,7 +480,10 @@ def test_what_a_target_may_not_be() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "lora"}, "`kind` should be one of 'reflections', 'orthogonal', 'singular values', 'thin SVD'; got 'lora'"),
+        (
+            {"kind": "lora"},
+            "`kind` should be one of 'reflections', 'orthogonal', 'singular values', 'thin SVD'; got 'lora'",
+        ),
         ({"r": 0}, "`r` should be an int of at least 1; got 0"),
         ({"kind": "orthogonal", "r": 2}, "'orthogonal' has no `r`"),
         ({"kind": "thin SVD", "side": "both"}, "'thin SVD' has no `side`"),
@@ -538,7 +547,9 @@ def test_param_groups_know_adapters() -> None:
     adapters.add(model, "singular values", target="0", name="c")
     names = {id(p): name for name, p in model.named_parameters()}
     kinds = {
-        names[id(p)]: group["name"] for group in fasth.param_groups(model, lr=1e-3, weight_decay=0.1) for p in group["params"]
+        names[id(p)]: group["name"]
+        for group in fasth.param_groups(model, lr=1e-3, weight_decay=0.1)
+        for p in group["params"]
     }
     assert kinds["0.adapters.a.input.V"] == "reflectors" == kinds["2.adapters.b.svd.reflectors_U"]
     assert kinds["2.adapters.b.svd.sigma"] == "sigma" == kinds["0.adapters.c.delta"]
@@ -644,3 +655,68 @@ def test_the_state_of_the_optimizer_is_that_of_the_adapters() -> None:
     optimizer.step()
     numbers = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.ndim)
     assert numbers == 2 * 2 * (6 + 8 + 8 + 4)  # two moments, two reflections, of the sizes of both sides
+
+
+# Several processes.
+
+
+def adapted_network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+    adapters.add(model, "reflections", 3, "0", side="both")
+    adapters.add(model, "orthogonal", target="2", block_size=4)
+    return adapters.add(model, "thin SVD", 2, "4")
+
+
+def losses(wrapper: str, size: int) -> list[float]:
+    """Of some steps of SGD, which follows the gradients, on a batch that the processes share."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    adapters_model: Any = adapted_network()
+    for name in ("0", "2", "4"):  # each of its own kind: all are called "default"
+        assert adapters_model.get_submodule(name).active == ("default",)
+    model: Any = adapters_model
+    if wrapper == "ddp":
+        model = DistributedDataParallel(adapters_model)
+    elif wrapper == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in (0, 2, 4):
+            fully_shard(adapters_model[layer], mesh=mesh)
+        fully_shard(adapters_model, mesh=mesh)
+    optimizer = torch.optim.SGD(fasth.param_groups(model, lr=0.1, optimizer=torch.optim.SGD))
+    rank = dist.get_rank() if size > 1 else 0
+    found = []
+    for _ in range(4):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        part = x.chunk(size)[rank]
+        optimizer.zero_grad()
+        loss = (model(part) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        if size > 1:
+            loss = loss.detach()
+            dist.all_reduce(loss)
+        found.append(loss.item() / size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("torch without torch.distributed")
+    from ranks import Ranks
+
+    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_two_processes_compute_what_one_does(wrapper: str, ranks: Any) -> None:
+    expected = losses("", 1)
+    assert expected[-1] < expected[0]
+    for found in ranks(losses, wrapper, 2):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)

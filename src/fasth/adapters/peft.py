@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fasth.functional import autocast_enabled, reflect
 from fasth.operators import Orthogonal
@@ -150,10 +150,23 @@ def _conv_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.hra_u[name].shape[0] != W.shape[1]:
             raise ValueError(f"HRA needs a square kernel; got {tuple(base.kernel_size)}")
         W = _turned(self, name, W.to(torch.promote_types(W.dtype, self.hra_u[name].dtype)), transpose=True)
-    tensors = {"weight": W.view_as(base.weight)}
-    if base.bias is not None:
-        tensors["bias"] = base.bias.to(W.dtype)
-    return functional_call(base, tensors, (x.to(W.dtype), *args), kwargs).to(x.dtype)
+    bias = None if base.bias is None else base.bias.to(W.dtype)
+    y, padding = x.to(W.dtype), base.padding
+    if base.padding_mode != "zeros":
+        y, padding = F.pad(y, _padding_on_all_sides(base), mode=base.padding_mode), 0
+    return F.conv2d(y, W.view_as(base.weight), bias, base.stride, padding, base.dilation).to(x.dtype)
+
+
+def _padding_on_all_sides(base: nn.Conv2d) -> list[int]:
+    """As ``F.pad`` takes it: the width first, before and after. Of "same" the odd one comes after."""
+    sides = []
+    for i in (1, 0):
+        if isinstance(base.padding, str):
+            both = base.dilation[i] * (base.kernel_size[i] - 1) if base.padding == "same" else 0
+        else:
+            both = 2 * base.padding[i]
+        sides += [both // 2, both - both // 2]
+    return sides
 
 
 def _delta_weight(self: Any, adapter_name: str, reverse: bool = False) -> Tensor:
