@@ -2,7 +2,8 @@
 
 import sys
 
-from fasth import parametrizations, spectrum
+from fasth import adapters, parametrizations, spectrum
+from fasth.adapters import peft
 from fasth.convert import compress, to_dense, to_svd
 from fasth.flows import SVDTransform
 from fasth.functional import householder
@@ -36,6 +37,7 @@ __all__ = [
     "Orthogonal",
     "SVDTransform",
     "Symmetric",
+    "adapters",
     "cached",
     "compress",
     "hidden_gradients",
@@ -43,6 +45,7 @@ __all__ = [
     "nuclear_norm",
     "param_groups",
     "parametrizations",
+    "peft",
     "spectra",
     "spectrum",
     "to_dense",

@@ -60,14 +60,23 @@ def householder(
     return _reflect(x, V, TRIANGULAR if triangular else FULL, transpose, block_size)
 
 
-def reflect(x: Tensor, V: Tensor, form: str, *, transpose: bool = False, block_size: int | None = None) -> Tensor:
+def reflect(
+    x: Tensor,
+    V: Tensor,
+    form: str,
+    *,
+    transpose: bool = False,
+    block_size: int | None = None,
+    internal: bool = False,
+) -> Tensor:
     """``householder`` with reflectors of any form: "full", "triangular" or "compact".
 
     Compact reflectors are triangular with ones on the diagonal: row i of V is 1 in column i and zero left of it,
     whatever stands there. What stands on the diagonal is a sign of U Σ Vᵀ, and of no matter here. V may have any
-    strides; it is read in place.
+    strides; it is read in place. ``internal``: the caller does not change the result in place, so that it may be saved
+    for backward without a copy.
     """
-    return _reflect(x, V, FORMS.index(form), transpose, block_size)
+    return _reflect(x, V, FORMS.index(form), transpose, block_size, internal)
 
 
 def svd_linear(
@@ -169,14 +178,16 @@ def _scaled(rows: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, for
     return signed_sigma(U, sigma, V, FORMS.index(form)).unsqueeze(-1) * rows
 
 
-def _reflect(x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None) -> Tensor:
+def _reflect(
+    x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None, internal: bool = False
+) -> Tensor:
     _check_householder(x, V)
     if autocast_enabled(x):
         # Inside, it would take the precision of the products, and with it Q's orthogonality.
         x = as_reflectors(x, V.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return _multiply(x, V, form, transpose, block_size)
-    return _multiply(x, V, form, transpose, block_size)
+            return _multiply(x, V, form, transpose, block_size, internal=internal)
+    return _multiply(x, V, form, transpose, block_size, internal=internal)
 
 
 def _multiply(

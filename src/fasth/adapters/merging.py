@@ -1,0 +1,94 @@
+"""Adapters merged into the weights of their layers and out of them again, and training by merging and starting anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fasth.adapters.adapted import Adapted
+from fasth.adapters.kinds import Adapter
+from fasth.adapters.layers import matrices_of
+from fasth.adapters.targets import named_adapted
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> nn.Module:
+    """Writes the active adapters into the weights of their layers, in place, which then act alone, at their own cost.
+
+    W is computed in float64 where the device has it, and rounded once to the dtype of the layer. ``unmerge`` takes the
+    adapters out again; ``remove`` leaves plain layers. If a layer has no dense weight, or one that another module has,
+    too, nothing is changed, and the error says which.
+    """
+    found = {name: adapted for name, adapted in named_adapted(model) if adapted.active and not adapted.merged}
+    _check(model, found)
+    for adapted in found.values():
+        _write(adapted, [adapter.merged for adapter in _of(adapted, adapted.active)])
+        adapted.merged = adapted.active
+    return model
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> nn.Module:
+    """Takes merged adapters out of the weights again, in place: the first weights to rounding."""
+    for _, adapted in named_adapted(model):
+        if adapted.merged:
+            _write(adapted, [adapter.unmerged for adapter in reversed(_of(adapted, adapted.merged))])
+            adapted.merged = ()
+    return model
+
+
+@torch.no_grad()
+def merge_and_restart(model: nn.Module, optimizer: Optimizer | None = None) -> nn.Module:
+    """Merges the active adapters into the weights, and starts them anew at the identity. The model computes the same.
+
+    A weight is then trained by one small adapter after another, as ReLoRA and POET do, with the optimizer's state of
+    one of them: r·(n + m) numbers of each kind. Adapters that turn leave the singular values of every weight what they
+    were, to rounding, after any number of restarts.
+
+    Args:
+        optimizer: its state of the adapters' parameters is dropped, as it belongs to other reflections.
+    """
+    merge(model)
+    for _, adapted in named_adapted(model):
+        for adapter in _of(adapted, adapted.merged):
+            adapter.restart()
+            for parameter in adapter.parameters() if optimizer is not None else ():
+                optimizer.state.pop(parameter, None)  # type: ignore[union-attr]
+        adapted.merged = ()
+    return model
+
+
+def _of(adapted: Adapted, names: tuple[str, ...]) -> list[Adapter]:
+    return [adapted.adapters[name] for name in names]  # type: ignore[misc]
+
+
+def _write(adapted: Adapted, steps: list[Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]]) -> None:
+    base: Any = adapted.base
+    matrices = adapted.matrices()
+    wide = torch.float32 if base.weight.device.type == "mps" else torch.float64  # which MPS does not have
+    W, bias = matrices.read(base.weight).to(wide), None if base.bias is None else base.bias.to(wide)
+    for step in steps:
+        W, bias = step(W, bias)
+    base.weight.copy_(matrices.write(W))
+    if bias is not None:
+        base.bias.copy_(bias)
+
+
+def _check(model: nn.Module, found: dict[str, Adapted]) -> None:
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(name)
+    for name, adapted in found.items():
+        matrices = matrices_of(adapted.base)
+        if isinstance(matrices, str):
+            raise ValueError(f"the adapters of {name!r} cannot be merged: {matrices}")
+        others = owners[id(adapted.base.weight)] - {f"{name}.base".lstrip(".")}
+        if others:
+            raise ValueError(
+                f"the adapters of {name!r} cannot be merged: its weight is also that of {', '.join(sorted(others))}"
+            )
