@@ -83,7 +83,7 @@ class _ConvMapSVD(ImageMap):
         split = len(steps) // 2
         small = Chain(steps[:split], split, low, low)
         large = Chain(steps[split:], len(steps) - split, high, low)
-        self._of_U, self._of_V = (large, small) if self._source <= self._target else (small, large)
+        self._of_U, self._of_V = (large, small) if self._source < self._target else (small, large)
 
     def reset_parameters(self) -> None:
         """U and V as ``init`` says, σ = 1 or as near to that as the spectrum has it, the bias as in ``torch.nn``."""
@@ -111,7 +111,7 @@ class _ConvMapSVD(ImageMap):
     def _kernel(self, sigma: Tensor | None) -> Tensor:
         sigma = self._sigma() if sigma is None else sigma
         V, U = (self._of_V, self.reflectors_V), (self._of_U, self.reflectors_U)
-        wide = self._source <= self._target
+        wide = self._source < self._target
         (small, of_small), (large, of_large) = (V, U) if wide else (U, V)
         inner, last = small.split(of_small)
         inner_of_large, last_of_large = large.split(of_large)
