@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 from typing import Any
 
@@ -23,7 +24,7 @@ from fasth import (
     ConvTranspose2dOrthogonal,
     spectrum,
 )
-from fasth.nn.orthogonal_conv import Chain
+from fasth.nn.orthogonal_conv import Chain, orthonormal_rows
 from fasth.reflections import definition
 
 SAME: dict[str, Any] = {"padding": "same", "padding_mode": "circular"}
@@ -210,22 +211,14 @@ def compare(layer: Any, *functions: Any) -> None:
 
 
 def test_a_strided_kernel_is_the_patch_matrix_after_the_chain() -> None:
-    layer, (channels, *_) = draw("stride, more outputs")
-    middle = layer._chain.channels
-    chain = Conv2dOrthogonal(channels, middle, 3, dtype=torch.float64, bias=False)
+    layer, _ = draw("stride, more outputs")
+    inner, last = layer._chain.split(layer.reflectors)
+    M = layer._chain.apply(orthonormal_rows(last)[None, None], inner)
+    first, patches = M.permute(3, 2, 0, 1), layer._patches()
     kernel = torch.zeros_like(layer.weight)
-    M = layer._chain.apply(
-        fasth.nn.orthogonal_conv.orthonormal_rows(layer._chain.split(layer.reflectors)[1])[None, None],
-        layer._chain.split(layer.reflectors)[0],
-    )
-    first = M.permute(3, 2, 0, 1)
-    patches = layer._patches()
-    for i in range(2):
-        for j in range(2):
-            product = torch.einsum("om,mcij->ocij", patches[:, :, i, j], first)
-            kernel[:, :, i : i + 3, j : j + 3] += product
+    for i, j in itertools.product(range(2), repeat=2):
+        kernel[:, :, i : i + 3, j : j + 3] += torch.einsum("om,mcij->ocij", patches[:, :, i, j], first)
     torch.testing.assert_close(layer.weight, kernel)
-    assert chain.weight.shape == first.shape
 
 
 # Singular values of the map.
@@ -258,7 +251,8 @@ def test_log_determinant_and_its_gradients(name: str) -> None:
 
 
 SQUARE = ["1×1", "4×4, 2 channels", "3×3, 5 channels", "3×2", "dilation", "patches", "stride, square", "1-d, stride",
-          "stride and dilation", "transposed, stride", "transposed, patches", "SVD, 1×1", "SVD, 2×2", "SVD, 3×3", "SVD, 1-d"]  # fmt: skip
+          "stride and dilation", "transposed, stride", "transposed, patches", "SVD, 1×1", "SVD, 2×2", "SVD, 3×3",
+          "SVD, 1-d"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SQUARE)
@@ -296,22 +290,21 @@ def test_transposed_layers_are_the_adjoint(mode: str, k: int, s: int, p: int, ex
     torch.testing.assert_close(A.mT, B, rtol=0, atol=1e-14)
 
 
-def test_gradients_by_finite_differences() -> None:
-    for name in ("3×2", "stride and groups", "transposed, stride", "SVD, 3×3"):
-        layer, shape = draw(name)
-        x = torch.randn(1, *shape, dtype=torch.float64)
-        names = [n for n, _ in layer.named_parameters() if n != "bias"]
-        tensors = [getattr(layer, n).detach() for n in names]
-        # The diagonal of the last reflectors has signs: it is left as it is.
-        free = [t.abs() != 1 for t in tensors]
+@pytest.mark.parametrize("name", ["3×2", "stride and groups", "transposed, stride", "SVD, 3×3"])
+def test_gradients_by_finite_differences(name: str) -> None:
+    layer, shape = draw(name)
+    x = torch.randn(1, *shape, dtype=torch.float64)
+    names = [n for n, _ in layer.named_parameters() if n != "bias"]
+    tensors = [getattr(layer, n).detach() for n in names]
+    free = [t.abs() != 1 for t in tensors]  # the diagonal of the last reflectors has signs, and is left as it is
 
-        def call(*moves: Tensor) -> Tensor:
-            state = {n: t + f * m for n, t, f, m in zip(names, tensors, free, moves, strict=True)}
-            return torch.func.functional_call(layer, state, (x,))[..., :1]
+    def call(*moves: Tensor) -> Tensor:
+        state = {n: t + f * m for n, t, f, m in zip(names, tensors, free, moves, strict=True)}
+        return torch.func.functional_call(layer, state, (x,))[..., :1]
 
-        moves = [torch.zeros_like(t, requires_grad=True) for t in tensors]
-        assert gradcheck(call, moves, fast_mode=True)
-        assert gradgradcheck(call, moves, fast_mode=True)
+    moves = [torch.zeros_like(t, requires_grad=True) for t in tensors]
+    assert gradcheck(call, moves, fast_mode=True)
+    assert gradgradcheck(call, moves, fast_mode=True)
 
 
 # Starts.
@@ -362,6 +355,26 @@ def test_stays_orthogonal_whatever_is_trained() -> None:
             p.grad = torch.randn_like(p)
         optimizer.step()
     assert (singular_values(layer, (6, 4, 4)) - 1).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("name", ["3×2", "stride and groups", "SVD, 3×3"])
+def test_training_with_decay_leaves_the_signs_alone(name: str) -> None:
+    layer, shape = draw(name, torch.float32)
+    layer.reset_parameters()
+    chains = [c for c in (getattr(layer, a, None) for a in ("_chain", "_of_U", "_of_V")) if c is not None]
+    held = [getattr(layer, n) for n in ("reflectors", "reflectors_U", "reflectors_V") if hasattr(layer, n)]
+
+    def signs_now() -> list[Tensor]:
+        last = [chain.split(p.detach())[1] for chain, p in zip(chains, held, strict=True)]
+        return [t.diagonal(dim1=-2, dim2=-1).signbit() for t in last]
+
+    before = signs_now()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(60):
+        optimizer.zero_grad()
+        layer(torch.randn(2, *shape)).square().mean().backward()
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(signs_now(), before, strict=True))
 
 
 # What cannot be.

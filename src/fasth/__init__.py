@@ -23,6 +23,7 @@ from fasth.nn import (
     LinearSVD,
     LinearSymmetric,
     cached,
+    lipschitz,
 )
 from fasth.operators import SVD, Orthogonal, Symmetric
 from fasth.optim import param_groups
@@ -53,6 +54,7 @@ __all__ = [
     "compress",
     "hidden_gradients",
     "householder",
+    "lipschitz",
     "nuclear_norm",
     "param_groups",
     "parametrizations",

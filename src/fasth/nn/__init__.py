@@ -1,5 +1,6 @@
 """Layers that hold their weight as its factors, with the signatures of those of ``torch.nn``."""
 
+from fasth.nn import lipschitz
 from fasth.nn.cache import cached
 from fasth.nn.conv import Conv1dSVD, Conv2dSVD
 from fasth.nn.conv_svd_map import Conv1dMapSVD, Conv2dMapSVD
@@ -29,4 +30,5 @@ __all__ = [
     "LinearSVD",
     "LinearSymmetric",
     "cached",
+    "lipschitz",
 ]
