@@ -8,19 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasth.nn import Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.nn import (
+    Conv1dMapSVD,
+    Conv1dOrthogonal,
+    Conv1dSVD,
+    Conv2dMapSVD,
+    Conv2dOrthogonal,
+    Conv2dSVD,
+    LinearOrthogonal,
+    LinearSVD,
+    LinearSymmetric,
+)
 from fasth.nn.factors import SVDFactors
 
 _LINEAR = (LinearSVD, LinearSymmetric, LinearOrthogonal)
-_CONV = (Conv1dSVD, Conv2dSVD)
+_CONV = (Conv1dSVD, Conv2dSVD, Conv1dMapSVD, Conv2dMapSVD, Conv1dOrthogonal, Conv2dOrthogonal)
 
 
 def invertible(layer: nn.Module) -> Any:
-    """The layer, if it can have an inverse: a square linear one or a 1×1 convolution, of full rank."""
+    """The layer, if it can have an inverse: a square linear one, a 1×1 convolution of full rank, or an exact one."""
     if isinstance(layer, _LINEAR):
         layer._check_square("SVDTransform")
     elif isinstance(layer, _CONV):
         layer._check_invertible("SVDTransform")
+        if layer.in_channels != layer.out_channels:  # an orthogonal convolution with a stride
+            raise ValueError(f"`SVDTransform` needs as many output as input channels; got {layer}")
     else:
         names = ", ".join(kind.__name__ for kind in (*_LINEAR, *_CONV))
         raise TypeError(f"`layer` should be one of {names}; got {type(layer).__name__}")
