@@ -20,18 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fasth.reflections import core, definition
-from fasth.reflections.plan import (
-    COMPACT,
-    CORE,
-    FORMS,
-    FULL,
-    SAVE_A,
-    SAVE_NOTHING,
-    SAVE_T,
-    SAVE_Z,
-    TRIANGULAR,
-    Plan,
-)
+from fasth.reflections.plan import COMPACT, CORE, FORMS, FULL, SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z, TRIANGULAR, Plan
 from fasth.reflections.planner import number_of_blocks, saved_size
 from fasth.tools.problems import Problem, assert_all_close, assert_close, gradient_of
 
