@@ -32,8 +32,9 @@ help: ## list the targets
 demo: $(VENV)/.core ## train a digit classifier plain and with SVDs, and compare; ARGS=--quick
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(VENV)/.stamp ## run all tests; ARGS="-k name" picks some
-	$(BIN)/python -m pytest $(ARGS)
+# One process for each core, each with one thread: beside each other they would wait for one another's.
+test: $(VENV)/.stamp ## run all tests on all cores; ARGS="-k name" picks some
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 test-kernels: $(VENV)/.stamp ## run the GPU kernels' tests, in Triton's interpreter on the CPU
 	FASTH_BACKEND=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_INTERPRETER) --dtype float32 -k "not ($(TOO_SLOW))" $(ARGS)

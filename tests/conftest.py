@@ -38,14 +38,15 @@ if KERNELS:
     import numpy
 
     numpy.seterr(all="ignore")  # the interpreter computes in NumPy, which warns about infinity and NaN
-PATHS = ["triton"] if KERNELS else ["pytorch", *core.available_levels()]
+LEVELS = core.available_levels()
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each backend: PyTorch, and the compiled core for every instruction set that this machine has.
+    """Each backend: PyTorch, and the compiled core for the best instruction set that this machine has.
 
-    The Triton kernels are interpreted in a process of their own: ``make test-kernels``.
+    Tests marked ``every_level`` run with every instruction set. The Triton kernels are interpreted in a process of
+    their own: ``make test-kernels``.
     """
     if not KERNELS:
         monkeypatch.setattr(core, "_core", None if request.param == "pytorch" else core.load(request.param))
@@ -54,6 +55,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``dtype`` is every dtype, ``precise`` those that compute as well as store; --dtype picks one of them."""
+    chosen = [mark for mark in metafunc.definition.iter_markers("parametrize") if mark.args[0] == "path"]
+    if "path" in metafunc.fixturenames and not chosen:
+        every_level = metafunc.definition.get_closest_marker("every_level")
+        levels = LEVELS if every_level else LEVELS[-1:]
+        metafunc.parametrize("path", ["triton"] if KERNELS else ["pytorch", *levels], indirect=True)
     only = metafunc.config.getoption("--dtype")
     for fixture, names in (
         ("dtype", ["float64", "float32", "bfloat16", "float16"]),
@@ -62,6 +68,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if fixture in metafunc.fixturenames:
             names = [name for name in names if only in (None, name)]
             metafunc.parametrize(fixture, [getattr(torch, name) for name in names], ids=names)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Half precision never reaches the compiled core: with it such a test would be that of PyTorch again."""
+    half = (torch.bfloat16, torch.float16)
+    items[:] = [
+        item
+        for item in items
+        if (parameters := getattr(item, "callspec", None)) is None
+        or parameters.params.get("path") not in LEVELS
+        or not any(value in half for value in parameters.params.values() if isinstance(value, torch.dtype))
+    ]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("path")
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
 
 
+@pytest.mark.every_level
 @by_name
 @each_direction
 def test_values_and_gradients(problem: Problem, direction, dtype, device):
@@ -36,6 +37,7 @@ def test_values_and_gradients(problem: Problem, direction, dtype, device):
     assert_all_close(actual, expected, V.triu() if direction["triangular"] else V)
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if len(p.V_shape) == 2], ids=lambda problem: problem.name)
 @each_direction
 def test_more_rows(problem: Problem, direction, precise, device):
@@ -190,6 +192,7 @@ def test_the_rows_after_every_block_are_saved_of_as_many_rows_as_a_block_has(dev
             assert (found.block_size, found.save) == (32, level)
 
 
+@pytest.mark.every_level
 @each_direction
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (3, 1)])
 @pytest.mark.parametrize("rows", [8, 20, 32])

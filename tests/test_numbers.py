@@ -22,6 +22,7 @@ def departure_from_orthogonality(Q: torch.Tensor) -> float:
     return (torch.linalg.matrix_norm(residual, 1) / (d * eps)).item()
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize("d", [1, 16, 100, 512, 2048])
 @pytest.mark.parametrize("triangular", [False, True], ids=["full", "triangular"])
 def test_orthogonal_to_rounding(d, triangular, precise, device, record_property):
@@ -33,6 +34,7 @@ def test_orthogonal_to_rounding(d, triangular, precise, device, record_property)
     assert measure < 3
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize(
     "make",
     [
@@ -54,6 +56,7 @@ def test_hard_reflectors(make, precise, direction, device):
     assert_close(Q, from_definition(eye, V, **direction), 1.0, 128)
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize("log2_scale", [-140, -126, -100, -50, 50, 100, 120])
 @each_direction
 def test_scale_does_not_matter(log2_scale, direction, device):
@@ -92,6 +95,7 @@ def test_a_zero_reflector_gets_a_zero_gradient(device):
     assert V.grad[[1, 2, 4, 5, 6]].abs().amin(0).min() > 0
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize(("d", "r"), [(1, 1), (7, 7), (64, 64), (100, 60), (513, 513)])
 def test_lapack_is_the_referee(d, r, precise, device):
     """Reflectors from geqrf; their product with a matrix from ormqr."""
@@ -110,6 +114,7 @@ def test_lapack_is_the_referee(d, r, precise, device):
             assert_close(actual.mT.cpu(), torch.from_numpy(expected), columns.norm(), r)
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["x", "V", "g"])
 @each_direction

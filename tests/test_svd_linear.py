@@ -120,6 +120,7 @@ def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], d: int
             assert (a.double() - b).abs().max() <= tolerance * scale
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_gradients(path: str, shape: Shape, form: str, precise: torch.dtype, device: str) -> None:
@@ -322,6 +323,7 @@ def test_one_tensor_as_both_sides_has_the_gradients_of_both(
     assert_all_close(found, (wanted["U"] + wanted["V"],), 300)
 
 
+@pytest.mark.every_level
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape.rows) == 1], ids=str)
 def test_x_of_any_strides(path: str, shape: Shape, precise: torch.dtype) -> None:
     """Columns of a matrix as rows, every other column, and whatever the gradient that comes back looks like."""
