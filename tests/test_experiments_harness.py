@@ -136,8 +136,12 @@ def test_an_interrupted_command_resumes(tmp_path):
     trained.clear()
     assert harness.main(experiment, arguments) == 0
     assert trained == [0.1] and reported[-1] == {"lr": 0.1, "seed": 1, "score": 0.1}
-    assert harness.main(experiment, [*arguments, "--again", "--report"]) == 0
-    assert not (tmp_path / "results.jsonl").exists() and trained == [0.1]
+    assert harness.main(experiment, [*arguments, "--report"]) == 0 and trained == [0.1]
+    with pytest.raises(SystemExit):  # which would delete what it should report
+        harness.main(experiment, [*arguments, "--again", "--report"])
+    trained.append(None)  # the next run is interrupted
+    assert harness.main(experiment, [*arguments, "--again"]) == 130
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 @pytest.mark.parametrize(

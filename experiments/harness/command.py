@@ -94,8 +94,9 @@ def parse(experiment: Experiment, arguments: Sequence[str] | None) -> Options:
         "--workers", type=int, default=os.cpu_count(), help="processes; 0: this one; default: %(default)s"
     )
     parser.add_argument("--rounds", type=int, default=experiment.rounds, help="timed steps; default: %(default)s")
-    parser.add_argument("--again", action="store_true", help="delete the results in the folder first")
-    parser.add_argument("--report", action="store_true", help="train nothing: tables and figures of existing results")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--again", action="store_true", help="delete the results in the folder first")
+    either.add_argument("--report", action="store_true", help="train nothing: tables and figures of existing results")
     options = parser.parse_args(arguments)
     for name, least in LEAST.items():
         value = getattr(options, name, None)
