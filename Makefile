@@ -37,7 +37,7 @@ test: $(VENV)/.stamp ## run all tests on all cores; ARGS="-k name" picks some
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 10 $(ARGS)
 
 test-kernels: $(VENV)/.stamp ## run the GPU kernels' tests, in Triton's interpreter on the CPU
-	FASTH_BACKEND=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_INTERPRETER) --dtype float32 -k "not ($(TOO_SLOW))" $(ARGS)
+	OMP_NUM_THREADS=1 FASTH_BACKEND=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto $(IN_INTERPRETER) --dtype float32 -k "not ($(TOO_SLOW))" $(ARGS)
 
 gpu-resources: $(VENV)/.stamp ## compile the GPU kernels for real GPUs, without one; put what they take into docs/gpu.md
 	$(BIN)/python benchmarks/gpu_resources.py --write $(ARGS)

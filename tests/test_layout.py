@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,25 @@ def test_an_example_is_one_file() -> None:
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         tops = {name.split(".")[0] for name in names}
         assert not tops & {*examples, "experiments"}, f"{path.name} imports {tops & {*examples, 'experiments'}}"
+
+
+STEPS = (ROOT / "CONTRIBUTING.md").read_text().split("## Architecture")[1].split("\n## ")[0]
+
+
+def test_the_files_of_the_architecture_exist() -> None:
+    found = re.findall(r"`([\w/]+\.(?:py|hpp)|[\w/]+/)`", STEPS)
+    assert len(found) > 15
+    roots = (PACKAGE, ROOT, ROOT / "tests")
+    assert [name for name in found if not any((root / name).exists() for root in roots)] == []
+
+
+def test_the_names_of_the_architecture_exist() -> None:
+    names = {
+        part
+        for name in re.findall(r"`(?:fasth\.|torch\.ops\.fasth\.)?([\w.:]+?)(?:\(\))?`", STEPS)
+        if "/" not in name and not name.endswith((".py", ".hpp")) and not name.startswith(("torch.", "F."))
+        for part in re.split(r"::|\.", name)
+    }
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "native").glob("*.hpp")]
+    text = "\n".join(path.read_text() for path in sources)
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []

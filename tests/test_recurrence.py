@@ -172,8 +172,8 @@ def test_the_core_refuses_what_does_not_fit():
         ((x, [3, 4], W, h0, bias, 2, False, 1), "rows should be"),
         ((x[0], [1, 2], W, h0, bias, 2, False, 1), "sizes should not increase"),
         ((x[0], [1, 0], W, h0, bias, 2, False, 1), "sizes should add up"),
-        ((x, None, W[:2], h0, bias, 2, False, 1), "W should be square"),
-        ((x, None, W, h0[:1], bias, 2, False, 1), "first states"),
+        ((x, None, W[:2], h0, bias, 2, False, 1), r"`W` should have shape \(3, 3\)"),
+        ((x, None, W, h0[:1], bias, 2, False, 1), r"`h0` should have shape \(2, 3\)"),
         ((x, None, W, h0, None, 2, False, 1), "modReLU should have a bias"),
         ((x, None, W, h0, bias[:2], 2, False, 1), "modReLU should have a bias"),
         ((x, None, W, h0, bias, 3, False, 1), "f should be"),
@@ -181,7 +181,7 @@ def test_the_core_refuses_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             core.core().recurrence(*arguments)
-    with pytest.raises(TypeError, match="of one dtype"):
+    with pytest.raises(TypeError, match="`W` should be a float64 tensor"):
         core.core().recurrence(x, None, W.float(), h0, bias, 2, False, 1)
     with pytest.raises(RuntimeError, match="a saved tensor should come back as it was: the states"):
         core.core().recurrence_backward(out, None, W, out[:2], h0, 2, False, True, True, 1)

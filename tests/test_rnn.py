@@ -7,7 +7,6 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from fasth import GRUSVD, LSTMSVD, RNNSVD, cached, spectrum, to_dense, to_svd
 from fasth.nn import rnn as rnn_module
+from fasth.nn.held_weight import HeldWeight
 from fasth.nn.recurrent import Recurrent
+from fasth.reflections.plan import TORCH
 from fasth.tools.twins import definition_weight, perturbed
 
 KINDS = {
@@ -72,15 +73,11 @@ def as_hx(tensors: tuple[Tensor, ...]) -> Any:
 def hidden_weight(rnn: Recurrent, where: str) -> Tensor:
     """From the parameters, one reflection at a time; the matrices of the gates one below the other."""
     reflectors = getattr(rnn, f"reflectors_{where}").chunk(rnn._gates)
-    if rnn.spectrum is None:
-        sizes = {"out_features": rnn.hidden_size, "in_features": rnn.hidden_size}
-        gates = [SimpleNamespace(reflectors=R, form="compact", **sizes) for R in reflectors]
-    else:
+    sigma = [None] * rnn._gates
+    if rnn.spectrum is not None:
         sigma = getattr(rnn, f"sigma_{where}").chunk(rnn._gates)
-        gates = [
-            SimpleNamespace(reflectors=R, sigma=s, form="compact", spectrum=rnn.spectrum)
-            for R, s in zip(reflectors, sigma, strict=True)
-        ]
+    shape = (rnn.hidden_size, rnn.hidden_size)
+    gates = [HeldWeight("", shape, R, s, None, "compact", rnn.spectrum) for R, s in zip(reflectors, sigma, strict=True)]
     return torch.cat([definition_weight(gate) for gate in gates])
 
 
@@ -426,7 +423,7 @@ def test_to_dense_in_inference_mode():
 def test_tanh_and_relu_take_torchs_kernel_where_there_is_no_core(monkeypatch):
     rnn, x = make("tanh"), numbers(4, 5, 3)
     expected = rnn(x)[0]
-    monkeypatch.setattr(rnn_module, "core_for", lambda *tensors: None)
+    monkeypatch.setattr(rnn_module, "backend_for", lambda *tensors: TORCH)
     monkeypatch.setattr(rnn_module, "recurrence", None)
     assert_within(rnn(x)[0], expected, 1.0, 100)
 

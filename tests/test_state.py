@@ -193,65 +193,6 @@ def test_an_average_of_parameters_can_be_saved_and_loaded(decay: float) -> None:
         assert torch.equal(output(loaded, x), output(average, x))
 
 
-# Checkpoints of fasth 0.1, where the signs were a buffer
-
-
-def old_state(layer: nn.Module) -> dict[str, Tensor]:
-    """The state that the layer would have had in 0.1, where nothing stood on the diagonal of compact reflectors."""
-    state = {name: t.clone() for name, t in layer.state_dict().items()}
-    for name in list(state):
-        prefix, _, last = name.rpartition(".")
-        if not last.startswith(("reflectors", "original")) or last == "original1" or "signs" in state:
-            continue
-        if isinstance(layer, LinearSymmetric):
-            continue
-        diagonal = state[name].diagonal(dim1=-2, dim2=-1)
-        found = torch.where(diagonal.signbit(), -1.0, 1.0).to(diagonal)
-        diagonal.zero_()
-        key = f"{prefix}.0.signs" if prefix else last.replace("reflectors", "signs")
-        if last.startswith(("reflectors_U", "reflectors_V")):
-            state.setdefault("_signs", found.new_ones(2, len(found)))["UV".index(last[-1])] = found
-        elif last == "original" or isinstance(layer, LinearOrthogonal):
-            state[key] = found
-        else:  # one matrix for U and V, each with signs of its own
-            of_U = torch.randn_like(found).sign()
-            state[key] = torch.stack((of_U, of_U * found), -2)
-    if "_signs" in state:
-        state["signs"] = state.pop("_signs")
-    return state
-
-
-@of_every(ALL)
-def test_old_checkpoints(case: Case, dtype: torch.dtype) -> None:
-    for layer in (case.make(dtype=dtype), perturbed(case.make(dtype=dtype))):
-        state, x = old_state(layer), case.input(dtype)
-        assert isinstance(layer, LinearSymmetric) or any("signs" in name for name in state)
-        for assign in (False, True):
-            other = case.make(dtype=dtype)
-            loaded = other.load_state_dict(copy.deepcopy(state), assign=assign)
-            assert not loaded.missing_keys and not loaded.unexpected_keys
-            with torch.no_grad():
-                assert torch.equal(output(other, x), output(layer, x))
-            model = nn.Sequential(case.make(dtype=dtype))
-            model.load_state_dict({f"0.{name}": t for name, t in state.items()}, assign=assign)
-            with torch.no_grad():
-                assert torch.equal(output(model[0], x), output(layer, x))
-
-
-@of_every(ALL)
-@pytest.mark.parametrize("wrong", [0.0, 2.0, 0.5, float("nan"), float("inf")])
-def test_signs_of_a_checkpoint_are_checked(case: Case, wrong: float) -> None:
-    layer = nn.Sequential(case.make())
-    state = {f"0.{name}": t for name, t in old_state(layer[0]).items()}
-    names = [name for name in state if "signs" in name]
-    for name in names:
-        bad = copy.deepcopy(state)
-        bad[name].view(-1)[-1] = wrong
-        with pytest.raises(RuntimeError, match=f'"{name}" should be 1 or -1; got values from'):
-            layer.load_state_dict(bad)
-    assert names or isinstance(layer[0], LinearSymmetric)
-
-
 # Made without memory
 
 

@@ -113,6 +113,16 @@ def take_over_load_hooks(copy: nn.Module) -> None:
     )
 
 
+def drop_load_hook(module: nn.Module, function: Any) -> None:
+    """Takes back a hook that runs before a state_dict is loaded.
+
+    PyTorch gives a handle to do that, which does not know the hooks of a copy of the module.
+    """
+    hooks: dict[int, Any] = module._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is function]:
+        del hooks[key]
+
+
 def without_last_values(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a ``torch.distributions`` transform for a copy, without the last argument and result that it caches.
 

@@ -7,6 +7,7 @@ apply the reflections to few rows, where a parametrization has to form the weigh
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fasth.functional import svd_dense
-from fasth.nn.factored import one_of
+from fasth.nn.factored import CHANGED, one_of, relative_change
 from fasth.nn.factors import joined, one_side, spectrum_or_free
 from fasth.nn.held_weight import HeldWeight
 from fasth.operators import SVD, Orthogonal
@@ -37,7 +38,8 @@ def orthogonal(
     W itself, if it is orthogonal, and else the Q of W = QR with positive diagonal of R. So is what is assigned to it
     later, ``module.weight = W``. W is trained as compact reflectors, which stand in a tensor of its own shape.
 
-    A checkpoint of torch's parametrization, of the same ``orthogonal_map``, is converted as it is loaded.
+    A checkpoint of torch's parametrization, of the same ``orthogonal_map``, and one of a module that is not
+    parametrized, are converted as they are loaded.
 
     Args:
         module: any module.
@@ -73,7 +75,8 @@ def svd(
     """Holds a tensor of ``module`` as W = U diag(σ) Vᵀ, and trains it so.  W: (n, m), or a batch of them (*b, n, m).
 
     ``module.parametrizations[name].original0`` are the reflectors, of W's own shape, and ``original1``: (*b, min(n, m))
-    is what the spectrum maps to σ: two new parameters, which an optimizer that was there before does not know.
+    is what the spectrum maps to σ: two new parameters, which an optimizer that was there before does not know. The
+    checkpoint of a module that is not parametrized is converted as it is loaded.
 
     Args:
         module, name: as in ``orthogonal``, but real.
@@ -107,6 +110,8 @@ def svd(
 
 class _Weight(nn.Module):
     """A map to W: (*b, n, m) from compact reflectors, which have the signs of their columns on the diagonal."""
+
+    stored: tuple[str, ...] = ("original",)  # the names, in PyTorch's list, of the tensors that W is made of
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -179,6 +184,8 @@ class SVDWeight(_Weight):
     has the signs, as in ``LinearSVD``.
     """
 
+    stored = ("original0", "original1")
+
     def __init__(self, weight: Tensor, spectrum: Spectrum | None, shape: tuple[int, ...] | None = None) -> None:
         super().__init__(weight)
         self.spectrum = spectrum_or_free(spectrum)
@@ -216,10 +223,58 @@ class SVDWeight(_Weight):
 
 
 def _register(module: nn.Module, name: str, weight: _Weight) -> None:
+    first = not any(isinstance(held[0], _Weight) for held in _parametrizations(module).values())
     parametrize.register_parametrization(module, name, weight, unsafe=True)
-    held: Any = module.parametrizations[name]  # type: ignore[index]
+    if first:
+        module.register_load_state_dict_pre_hook(convert_plain_state)
+    held = _parametrizations(module)[name]
     if len(held) == 1:  # what others make of it first is not known
         held.register_load_state_dict_pre_hook(_convert_state)
+
+
+def _parametrizations(module: Any) -> dict[str, Any]:
+    """PyTorch's lists of parametrizations, by the names of the tensors."""
+    return dict(module.parametrizations.items()) if parametrize.is_parametrized(module) else {}
+
+
+@torch.no_grad()
+def convert_plain_state(
+    module: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Called before a state_dict is loaded: tensors of a module that is not parametrized become what is stored."""
+    for name, held in _parametrizations(module).items():
+        key, weight = prefix + name, state_dict.get(prefix + name)
+        if len(held) > 1 or not isinstance(held[0], _Weight) or not isinstance(weight, Tensor):
+            continue
+        stored = [f"{prefix}parametrizations.{name}.{original}" for original in held[0].stored]
+        if any(original in state_dict for original in stored):
+            continue
+        del state_dict[key]
+        own = [getattr(held, original) for original in held[0].stored]
+        like = weight if own[0].is_meta else own[0]
+        W = weight.to(like.device, torch.promote_types(weight.dtype, like.dtype))
+        try:
+            found = held[0].right_inverse(W)
+        except (ValueError, RuntimeError) as error:
+            error_msgs.append(f'While converting "{key}" to {", ".join(stored)}: {error}.')
+            state_dict.update(zip(stored, own, strict=True))
+            continue
+        tensors = [t.to(like.dtype) for t in (found if isinstance(found, tuple) else (found,))]
+        state_dict.update(zip(stored, tensors, strict=True))
+        change = 0.0 if W.is_meta else relative_change(W, held[0](*tensors))
+        if change > CHANGED:
+            warnings.warn(
+                f'"{key}" was replaced by a weight that its {type(held[0]).__name__} can have, which differs from it '
+                f"by {change:.0%} of its norm",
+                stacklevel=4,
+            )
 
 
 def _convert_state(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from fasth import Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric, cached, spectrum
 from fasth.nn.conv import _ConvSVD
+from fasth.nn.held_weight import HeldWeight
 from fasth.tools.twins import definition_linear, definition_weight
 from fuzz.changes import change, nearby, trained
 from fuzz.compare import check, norm, tolerance
@@ -185,16 +186,30 @@ def _inverse(layer: Any, twin: Any, W: Tensor, y: Tensor) -> None:
 # The twin.
 
 
-def twin_of(layer: Any, tensors: dict[str, Tensor] | None = None) -> Any:
+class Twin(SimpleNamespace):
+    """A layer's parameters in float64, by their names."""
+
+    held: HeldWeight
+
+    def held_weights(self) -> Iterator[HeldWeight]:
+        """The one that the definition is computed from."""
+        yield self.held
+
+
+def twin_of(layer: Any, tensors: dict[str, Tensor] | None = None) -> Twin:
     """What the twin is computed from: the layer's parameters in float64, and nothing else of it but options."""
     tensors = dict(layer.named_parameters()) if tensors is None else tensors
     copies = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
-    names = ("form", "spectrum", "in_features", "out_features")
-    options = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
-    twin = SimpleNamespace(**{"bias": None} | options | copies)
+    options = {"form": layer.form, "spectrum": getattr(layer, "spectrum", None)}
     if isinstance(layer, LinearSymmetric):
-        twin.eig = True
-    return twin
+        U, V = copies["reflectors"], copies["reflectors"]
+    elif "reflectors" in copies:
+        U, V = copies["reflectors"], None
+    else:
+        U, V = (copies[name] for name in (("U", "V") if layer.form == "full" else ("reflectors_U", "reflectors_V")))
+    factors = {"U": U, "sigma": copies.get("sigma"), "V": V, "signs": copies.get("signs")}
+    held = HeldWeight("", _matrix_shape(layer), **factors, **options)
+    return Twin(**{"bias": None, "held": held} | options | copies)
 
 
 def output_of(layer: Any, twin: Any, x: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fasth import GRUSVD, LSTMSVD, RNNSVD, cached, spectrum
+from fasth.nn.held_weight import HeldWeight
 from fasth.tools.twins import definition_weight
 from fuzz.changes import change
 from fuzz.compare import check, norm, tolerance
@@ -206,13 +206,12 @@ class Twin:
         layer = self.layer
         n, m = layer._matrix_shape
         reflectors = self.tensors[f"reflectors_{place}"].chunk(layer._gates)
-        if layer.spectrum is None:
-            gates = [SimpleNamespace(reflectors=R, form="compact", in_features=m, out_features=n) for R in reflectors]
-            return torch.cat([definition_weight(gate) for gate in gates])
-        sigma = self.tensors[f"sigma_{place}"].chunk(layer._gates)
-        self.largest = max(self.largest, *(float(layer.spectrum(s.detach()).abs().max()) for s in sigma))
+        sigma: Any = [None] * layer._gates
+        if layer.spectrum is not None:
+            sigma = self.tensors[f"sigma_{place}"].chunk(layer._gates)
+            self.largest = max(self.largest, *(float(layer.spectrum(s.detach()).abs().max()) for s in sigma))
         gates = [
-            SimpleNamespace(reflectors=R, sigma=s, form="compact", spectrum=layer.spectrum)
+            HeldWeight("", (n, m), R, s, None, "compact", layer.spectrum)
             for R, s in zip(reflectors, sigma, strict=True)
         ]
         return torch.cat([definition_weight(gate) for gate in gates])

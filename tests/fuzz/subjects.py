@@ -17,7 +17,7 @@ from fuzz.functions import householder_case
 from fuzz.layers import conv_case, linear_case
 from fuzz.operators import orthogonal_case, svd_case
 from fuzz.outcome import Outcome
-from fuzz.parametrized import parametrized_case
+from fuzz.parametrized import converted_case, parametrized_case
 from fuzz.recurrent import recurrent_case
 
 
@@ -34,6 +34,7 @@ SUBJECTS = {
     "convolutions": Subject(900, conv_case),
     "recurrent layers": Subject(700, recurrent_case),
     "parametrizations": Subject(800, parametrized_case),
+    "converted layers": Subject(800, converted_case),
     "flows of layers": Subject(500, layer_flow_case),
     "flows of reflectors": Subject(900, reflector_flow_case),
     "torch.compile": Subject(3, compiled_case),

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from fasth._private import drop_load_hook
 from fasth.nn.registry import register
-from fasth.parametrizations import OrthogonalWeight, SVDWeight, svd
+from fasth.parametrizations import OrthogonalWeight, SVDWeight, convert_plain_state, svd
 from fasth.spectrum import Spectrum
 
 Shapes = dict[str, tuple[int, ...]]
@@ -60,6 +61,7 @@ def without_parametrizations(module: Any) -> nn.Module:
     dense = _copy_with_parameters(module)
     dense.__class__ = parametrize.type_before_parametrizations(module)
     del dense.parametrizations
+    drop_load_hook(dense, convert_plain_state)
     others = dict(dense.named_parameters(recurse=False))
     for name in others:
         delattr(dense, name)

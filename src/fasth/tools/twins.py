@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth.nn.held_weight import held_weights
+from fasth.nn.held_weight import HeldWeight, held_weights
 from fasth.reflections import definition
 
 
 def definition_weight(layer: Any) -> Tensor:
-    """The layer's weight as a matrix, W: (n, m), differentiable."""
+    """The weight of a layer that has one, or a held weight, as a matrix, W: (n, m), differentiable."""
     U, sigma, V = _factors(layer)
     U_columns, V_columns = (_orthogonal(side)[:, : len(sigma)] for side in (U, V))
     return U_columns @ torch.diag(sigma) @ V_columns.mT
@@ -29,7 +29,7 @@ def definition_linear(layer: Any, x: Tensor) -> Tensor:
 
 def _factors(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
     """U: (·, n), sigma: (k,) and V: (·, m) with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ, reflectors in full."""
-    (held,) = held_weights(layer)
+    (held,) = (layer,) if isinstance(layer, HeldWeight) else held_weights(layer)
     full, (n, m) = held.form == "full", held.shape
     if held.spectrum is None:
         signs = signs_on_diagonal(held.U) if held.signs is None else held.signs
