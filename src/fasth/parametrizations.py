@@ -117,6 +117,10 @@ class _Weight(nn.Module):
         super().__init__()
         self.shape = weight.shape
 
+    def right_inverse(self, W: Tensor) -> Any:
+        """The tensor, or the tuple of tensors, that W is made of."""
+        raise NotImplementedError
+
     def _check(self, W: Tensor) -> None:
         """Raises for a wrong shape. PyTorch compares the dtype with that of the stored tensors, which may be cast."""
         if W.shape != self.shape:
@@ -250,28 +254,29 @@ def convert_plain_state(
 ) -> None:
     """Called before a state_dict is loaded: tensors of a module that is not parametrized become what is stored."""
     for name, held in _parametrizations(module).items():
+        first: Any = held[0]
         key, weight = prefix + name, state_dict.get(prefix + name)
-        if len(held) > 1 or not isinstance(held[0], _Weight) or not isinstance(weight, Tensor):
+        if len(held) > 1 or not isinstance(first, _Weight) or not isinstance(weight, Tensor):
             continue
-        stored = [f"{prefix}parametrizations.{name}.{original}" for original in held[0].stored]
+        stored = [f"{prefix}parametrizations.{name}.{original}" for original in first.stored]
         if any(original in state_dict for original in stored):
             continue
         del state_dict[key]
-        own = [getattr(held, original) for original in held[0].stored]
+        own = [getattr(held, original) for original in first.stored]
         like = weight if own[0].is_meta else own[0]
         W = weight.to(like.device, torch.promote_types(weight.dtype, like.dtype))
         try:
-            found = held[0].right_inverse(W)
+            found = first.right_inverse(W)
         except (ValueError, RuntimeError) as error:
             error_msgs.append(f'While converting "{key}" to {", ".join(stored)}: {error}.')
             state_dict.update(zip(stored, own, strict=True))
             continue
         tensors = [t.to(like.dtype) for t in (found if isinstance(found, tuple) else (found,))]
         state_dict.update(zip(stored, tensors, strict=True))
-        change = 0.0 if W.is_meta else relative_change(W, held[0](*tensors))
+        change = 0.0 if W.is_meta else relative_change(W, first(*tensors))
         if change > CHANGED:
             warnings.warn(
-                f'"{key}" was replaced by a weight that its {type(held[0]).__name__} can have, which differs from it '
+                f'"{key}" was replaced by a weight that its {type(first).__name__} can have, which differs from it '
                 f"by {change:.0%} of its norm",
                 stacklevel=4,
             )
