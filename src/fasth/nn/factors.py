@@ -88,7 +88,10 @@ class SVDFactors(Factored):
     @property
     def svd(self) -> SVD:
         """W = U Σ Vᵀ as its factors, differentiable."""
-        sigma = self.spectrum(self.sigma)
+        return self._svd(self._sigma())
+
+    def _svd(self, sigma: Tensor) -> SVD:
+        """W with these singular values."""
         if self.form == "full":
             U, V, (U_signs, V_signs) = self.U, self.V, signs_of(self.signs).to(sigma.dtype)
             return SVD(Orthogonal(U, signs=U_signs), sigma, Orthogonal(V, signs=V_signs))
