@@ -294,7 +294,7 @@ def check_rows(x: Tensor, n: int, m: int) -> None:
 def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: int, m: int) -> None:
     if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[-1] != m:
         check_rows(x, n, m)
-    if sigma is not None and len(sigma) > min(n, m):
+    if sigma is not None and sigma.shape[0] > min(n, m):
         raise ValueError(
             f"`sigma` should have at most {min(n, m)} singular values for a weight of shape {(n, m)}; "
             f"got {_shape(sigma)}"

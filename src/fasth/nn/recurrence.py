@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fasth.reflections import operators_for_compile
 from fasth.reflections.core import core
+from fasth.reflections.operators_for_compile import in_place
 from fasth.reflections.plan import CORE
 from fasth.reflections.planner import backend_for
 
@@ -82,7 +82,7 @@ class Recurrence(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, times: Times) -> Tensor:
         sizes, reverse = times
         if is_compiling():
-            out = operators_for_compile.recurrence(x, sizes, W, h0, bias, f, reverse)
+            out = torch.ops.fasth.recurrence(x, sizes, W, h0, bias, f, reverse)
         else:
             out = core().recurrence(x, sizes, W, h0, bias, f, reverse, torch.get_num_threads())
         ctx.f, ctx.times = f, times
@@ -99,7 +99,8 @@ class Recurrence(torch.autograd.Function):
             # A second derivative is to follow, or g is a batch of gradients.
             found = _gradients_in_torch(g, W, out, f, times)
         elif is_compiling():
-            found = operators_for_compile.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
+            gradients = torch.ops.fasth.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
+            found = in_place(gradients, (True, *needs))
         else:
             threads = torch.get_num_threads()
             found = core().recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs, threads)

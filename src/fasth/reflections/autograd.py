@@ -48,8 +48,7 @@ class Householder(torch.autograd.Function):
 
             dx, dV = _gradients_by_autograd(multiply, (x, V), g, needs)
             return dx, dV if dV is None or plan.form != COMPACT else with_sign_guard(dV, V), None
-        dx, dV = _on_backend(plan, "householder_backward", g, output, V, saved, needs)
-        return dx if needs[0] else None, dV if needs[1] else None, None
+        return *_on_backend(plan, "householder_backward", g, output, V, saved, needs), None
 
 
 class SVDLinear(torch.autograd.Function):
@@ -82,8 +81,7 @@ class SVDLinear(torch.autograd.Function):
 
             return *_gradients_by_autograd(multiply, (x, U, sigma, V, bias), g, needs), None
         V = U if plan.symmetric else V
-        found = _on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs)
-        return *(t if need else None for t, need in zip(found, needs, strict=True)), None
+        return *_on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs), None
 
 
 # Where the work is done.
@@ -94,7 +92,7 @@ def _on_backend(plan: Plan, name: str, *arguments: Any) -> Sequence[Any]:
     if plan.backend == TORCH:
         return _BLOCKED[name](*arguments, plan)
     if is_compiling():
-        return getattr(operators_for_compile, name)(*arguments, plan)
+        return operators_for_compile.call(name, *arguments, plan)
     if plan.backend == TRITON:
         return getattr(kernels(), name)(*arguments, plan)
     return getattr(compiled._core, name)(*arguments, plan, torch.get_num_threads())
@@ -113,9 +111,7 @@ def _has_to_compose(g: Tensor, backend: str) -> bool:
         return True
     if is_compiling():
         return False
-    if backend == CORE:
-        return not compiled.core().accepts(g)
-    return not _has_memory(g)
+    return not (compiled._core.accepts(g) if backend == CORE else _has_memory(g))
 
 
 def _has_memory(t: Tensor) -> bool:

@@ -105,7 +105,10 @@ def plan_svd_linear(
 
     ``of_identity``: x is the identity, to form W, which may be saved itself.
     """
-    (r_U, n), (r_V, m) = (U.shape[::-1], U.shape) if V is None else (U.shape, V.shape)
+    if V is None:
+        n, m = r_V, r_U = U.shape
+    else:
+        (r_U, n), (r_V, m) = U.shape, V.shape
     k = min(n, m) if sigma is None else sigma.shape[0]
     needs = False, False
     if torch.is_grad_enabled():
@@ -117,7 +120,7 @@ def plan_svd_linear(
 
 
 def _where(reflectors: Tensor, *tensors: Tensor | None) -> Where:
-    backend, device = backend_for(*tensors), reflectors.device.type
+    backend, device = backend_for(*tensors), "cpu" if reflectors.is_cpu else reflectors.device.type
     threads = torch.get_num_threads() if device == "cpu" and not is_compiling() else 0
     return Where(backend, device, reflectors.dtype, threads, backend == COMPOSED and _private.is_exporting())
 
