@@ -48,13 +48,13 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="the folder of the pages")
     options = parser.parse_args()
     pages = {page: written(options.measured, places) for page, places in FILES.items()}
-    pages["benchmarks.md"] = {"bench": of_bench(json.loads((options.measured / "results.json").read_text("utf-8")))}
+    pages["benchmarks.md"] = {"bench": bench_block(json.loads((options.measured / "results.json").read_text("utf-8")))}
     if (options.measured / "reproduction" / "results.json").exists():
         found = json.loads((options.measured / "reproduction" / "results.json").read_text("utf-8"))
-        pages["benchmarks.md"]["reproduce"] = of_reproduction(found, options.measured / "reproduction", options.docs)
-        pages["gpu.md"]["gpu counts"] = of_counts(found)
+        pages["benchmarks.md"]["reproduce"] = reproduction_block(found, options.measured / "reproduction", options.docs)
+        pages["gpu.md"]["gpu counts"] = counts_block(found)
     if (options.measured / "study" / FILE).exists():
-        pages["training.md"] = of_study(options.measured / "study")
+        pages["training.md"] = study_blocks(options.measured / "study")
     return max(update(options.docs / page, blocks, options.check) for page, blocks in pages.items() if blocks)
 
 
@@ -91,11 +91,11 @@ def filled(text: str, name: str, block: str) -> str:
     return f"{before}{start}\n{block}\n{end}{after}"
 
 
-def of_bench(measured: dict[str, Any]) -> str:
+def bench_block(measured: dict[str, Any]) -> str:
     return "\n\n".join([*map(markdown, tables(measured)), f"Measured by `make bench` on: {machine(measured)}."])
 
 
-def of_study(folder: Path) -> dict[str, str]:
+def study_blocks(folder: Path) -> dict[str, str]:
     """The tables of the study, and the machine, by place."""
     environment, records = read(folder / FILE)
     found = study_tables(Study(FULL, records))
@@ -104,12 +104,12 @@ def of_study(folder: Path) -> dict[str, str]:
     return {f"study {name}": markdown(table) for name, table in found.items()} | {"study machine": made}
 
 
-def of_counts(found: dict[str, Any]) -> str:
+def counts_block(found: dict[str, Any]) -> str:
     table = counts(found)
     return f"{markdown(table)}\n\n{table.note}"
 
 
-def of_reproduction(found: dict[str, Any], folder: Path, docs: Path) -> str:
+def reproduction_block(found: dict[str, Any], folder: Path, docs: Path) -> str:
     """The headline numbers, two figures, and where the rest is."""
     table = headlines(found)
     where = Path(os.path.relpath(folder, docs)).as_posix()

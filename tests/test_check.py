@@ -121,7 +121,7 @@ def test_a_wrong_backend_is_named(tmp_path, monkeypatch, capsys, backend, words)
 @pytest.mark.parametrize("stored", check.DTYPES)
 def test_a_wrong_layer_is_named(tmp_path, monkeypatch, stored):
     multiply = LinearSVD._multiply
-    monkeypatch.setattr(LinearSVD, "_multiply", lambda self, x: multiply(self, x) * 1.1)
+    monkeypatch.setattr(LinearSVD, "_multiply", lambda self, x, sigma: multiply(self, x, sigma) * 1.1)
     out = tmp_path / "report.json"
     assert run(out, "--dtype", stored, "--only", "d = 64, 7 rows, bias") == 1
     failed = [record["name"] for record in report(out)["checks"] if record["status"] == "failed"]

@@ -102,14 +102,20 @@ def problems(rows: int, d: int) -> list[Problem]:
         Problem("ragged", (rows + 28, d + 33), (d - 30, d + 33), 16),
         Problem("no whole packets", (rows - 2, d + 3), (d + 3, d + 3), 20),
         Problem("r > d", (rows, d), (d + 50, d), 32),
-        Problem("long and short", (rows, d), (d, d), of_V=lambda V: V * 10.0 ** (30 - torch.arange(d)[:, None] % 61)),
-        Problem("zeros", (rows, d), (d, d), of_V=lambda V: V * (torch.arange(d) % 3 > 0)[:, None]),
-        Problem("column-major", (rows, d), (d, d), of_V=lambda V: V.mT.clone().mT),
-        Problem("columns 8 KiB apart", (rows, d), (d, d), of_V=lambda V: pad(V.mT, (0, 2048 - d))[:, :d].mT),
         Problem(
-            "strided", (rows, d), (d, d), of_x=lambda x: pad(x, (0, d))[:, :d], of_V=lambda V: pad(V, (0, 3))[:, :d]
+            "long and short", (rows, d), (d, d), change_V=lambda V: V * 10.0 ** (30 - torch.arange(d)[:, None] % 61)
         ),
-        Problem("every other column", (rows, d), (d, d), of_V=lambda V: V.repeat_interleave(2, -1)[:, ::2]),
+        Problem("zeros", (rows, d), (d, d), change_V=lambda V: V * (torch.arange(d) % 3 > 0)[:, None]),
+        Problem("column-major", (rows, d), (d, d), change_V=lambda V: V.mT.clone().mT),
+        Problem("columns 8 KiB apart", (rows, d), (d, d), change_V=lambda V: pad(V.mT, (0, 2048 - d))[:, :d].mT),
+        Problem(
+            "strided",
+            (rows, d),
+            (d, d),
+            change_x=lambda x: pad(x, (0, d))[:, :d],
+            change_V=lambda V: pad(V, (0, 3))[:, :d],
+        ),
+        Problem("every other column", (rows, d), (d, d), change_V=lambda V: V.repeat_interleave(2, -1)[:, ::2]),
         Problem("few matrices", (2, rows, d), (2, 60, d), 16),
         Problem("many matrices", (7, rows, d), (7, 30, d), 16),
     ]
@@ -224,7 +230,7 @@ def test_the_signs_of_compact_reflectors_are_no_concern_of_a_single_product(prec
         Problem("ragged", (70, 140), (70, 140), 16),
         Problem("no whole packets", (123, 123), (123, 123), 20),
         Problem("few rows", (5, 90), (90, 90)),
-        Problem("column-major", (101, 120), (120, 120), of_V=lambda V: V.mT.clone().mT),
+        Problem("column-major", (101, 120), (120, 120), change_V=lambda V: V.mT.clone().mT),
     ],
     ids=lambda problem: problem.name,
 )

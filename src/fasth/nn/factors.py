@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth.functional import svd_dense
+from fasth.functional import svd_dense, svd_linear
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of, relative_change
 from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact, with_diagonal
-from fasth.reflections.autograd import diagonal_signs, signs_of
+from fasth.reflections.autograd import diagonal_signs, signs_of, times_signs
 from fasth.reflections.blocked import expand_compact
 from fasth.spectrum import Spectrum, free
 
@@ -107,10 +107,18 @@ class SVDFactors(Factored):
         """The reflectors of U, σ, by default computed, and the reflectors of V, as ``svd_linear`` takes them."""
         sigma = self.spectrum(self.sigma) if sigma is None else sigma
         if self.form == "full":
-            return self.U, sigma * signs_of(self.signs).prod(0).to(sigma.dtype), self.V
+            return self.U, times_signs(sigma, self.signs), self.V
         if self._is_thin:
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None
+
+    def _times_rows(self, x: Tensor, sigma: Tensor | None, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + bias: (*, m) → (*, n)."""
+        if self.form == "full":  # the kernels multiply sigma by its signs
+            sigma = self.spectrum(self.sigma) if sigma is None else sigma
+            return svd_linear(x, self.U, sigma, self.V, bias, form="full", signs=self.signs)
+        U, sigma, V = self._factors(sigma)
+        return svd_linear(x, U, sigma, V, bias, form=self.form)
 
     @classmethod
     def _convert(cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:

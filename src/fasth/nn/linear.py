@@ -208,8 +208,7 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
-        U, sigma, V = self._factors(sigma)
-        return svd_linear(x, U, sigma, V, self.bias, form=self.form)
+        return self._times_rows(x, sigma, self.bias)
 
     def _weight(self) -> Tensor:
         return self._matrix()

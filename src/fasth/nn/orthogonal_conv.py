@@ -1,25 +1,20 @@
-"""Convolutions that are orthogonal as maps of images, by construction: rotations of the channels, with shifts between
-them.
-
-K = A₀ S₁ A₁ S₂ ⋯ S_n A_n. ``reflections/README.md`` has the derivation.
-"""
+"""Convolutions that are orthogonal as maps of images, by construction: nothing is iterated, and no size is fixed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth.functional import autocast_enabled, check_tensor, reflect, svd_dense
-from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of
-from fasth.nn.factors import one_side
+from fasth.nn.factored import check_dtype, one_of
 from fasth.nn.held_weight import HeldWeight
-from fasth.operators import Orthogonal
+from fasth.nn.image_map import CONVOLVE_TRANSPOSED, ImageMap, twin_of
+from fasth.nn.shift_chain import INITS, Chain, Move, add_a_tap, orthonormal_rows, shifts
 from fasth.operators.orthogonal import haar_compact
+<<<<<<< HEAD
 from fasth.operators.svd import log_abs_product
 
 INITS = ("haar", "1x1", "identity")
@@ -392,6 +387,8 @@ _OPTIONS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
     """As ``F.pad`` takes it: the last axis first."""
     return [p for pair in reversed(pads) for p in pair]
+=======
+>>>>>>> main
 
 
 class _Orthogonal(ImageMap):
@@ -470,10 +467,21 @@ class _Orthogonal(ImageMap):
         M = orthonormal_rows(last)
         for _ in self.kernel_size:
             M = M.unsqueeze(-3)
-        chain = self._from_taps(self._chain.apply(M, inner), self._chain_widens)
+        chain = self._from_taps(self._chain.columns(M, inner, add_a_tap), self._chain_widens)
         if "patch_reflectors" not in self._factor_names:
             return chain.flatten(*groups)
         return self._composed(self._patches(), chain)
+
+    def _has_chain_alone(self) -> bool:
+        return self._chain is not None and "patch_reflectors" not in self._factor_names
+
+    def _multiply_pixels(self, x: Tensor, sigma: Tensor | None, move: Move) -> Tensor:
+        assert self._chain is not None
+        inner, last = self._chain.split(self.reflectors)
+        rows = orthonormal_rows(last)
+        if self._chain_widens:
+            return self._chain.columns(x @ rows, inner, move)
+        return self._chain.rows_of(x, inner, move) @ rows.mT
 
     def _patches(self) -> Tensor:
         """The orthogonal matrix of patches, as a kernel: (*b, target, middle, *stride)."""
@@ -486,7 +494,7 @@ class _Orthogonal(ImageMap):
         if self.groups > 1:
             patches = patches.movedim(1, 0).flatten(1, 2)
             chain = chain.flatten(0, 1)
-        composed = _CONVOLVE_TRANSPOSED[len(self.kernel_size)](patches, chain, groups=self.groups)
+        composed = CONVOLVE_TRANSPOSED[len(self.kernel_size)](patches, chain, groups=self.groups)
         if self.groups > 1:
             composed = composed.unflatten(1, (self.groups, self._source)).movedim(1, 0).flatten(0, 1)
         return composed
@@ -496,13 +504,13 @@ class _Orthogonal(ImageMap):
         return self._first().new_ones(*self._batch, min(self._matrix_shape[-2:]))
 
     def _inverse_kernel(self) -> Tensor:
-        return self.weight
+        return self._kernel_now()
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Kᵀ (y − bias), which is the inverse of a square map, a left inverse if there are more outputs than inputs,
         and the shortest x with ``forward(x)`` = y if there are fewer. For exact maps: see ``inverse``."""
         self._check_exact("adjoint")
-        return self._back(y, self.weight)
+        return self._back(y, self._kernel_now())
 
     def held_weights(self) -> Iterator[HeldWeight]:
         """The map of images, of which every frequency has an orthogonal matrix."""
@@ -558,24 +566,6 @@ class _OrthogonalConvTranspose(_Orthogonal):
             self._dense, in_channels, out_channels, kernel_size, stride, padding, dilation, groups, **options
         )
         self._build(twin, bias, padding_mode, init, device, dtype)
-
-
-def twin_of(
-    dense: Any,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    **options: Any,
-) -> Any:
-    """The dense layer on the meta device, which checks and completes the options."""
-    smallest = kernel_size if isinstance(kernel_size, int) else min(kernel_size)
-    at_least_one(in_channels=in_channels, out_channels=out_channels, kernel_size=smallest)
-    geometry: Any = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return dense(in_channels, out_channels, kernel_size, **geometry, **options, bias=False, device="meta")
 
 
 class Conv2dOrthogonal(_OrthogonalConv):

@@ -1,4 +1,4 @@
-"""Every layer straight from the definition, one reflection at a time: what its output and its gradients should be."""
+"""Reference weights and outputs of every layer, from the definition: one reflection at a time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fasth.reflections import definition
 
 
 def definition_weight(layer: Any) -> Tensor:
-    """The weight of a layer that has one, or a held weight, as a matrix, W: (n, m), differentiable."""
+    """Computes the weight of a layer with one weight, or of a held weight, as a matrix, W: (n, m), differentiable."""
     U, sigma, V = _factors(layer)
     U_columns, V_columns = (_orthogonal(side)[:, : len(sigma)] for side in (U, V))
     return U_columns @ torch.diag(sigma) @ V_columns.mT
 
 
 def definition_linear(layer: Any, x: Tensor) -> Tensor:
-    """x Wᵀ + bias, differentiable; for few rows less work than forming W.  x: (rows, m) → (rows, n)."""
+    """Computes x Wᵀ + bias, differentiable, without forming W.  x: (rows, m) → (rows, n)."""
     U, sigma, V = _factors(layer)
     inner = definition.householder(x, V, transpose=True)[:, : len(sigma)] * sigma
     out = definition.householder(F.pad(inner, (0, U.shape[1] - len(sigma))), U)
@@ -28,7 +28,7 @@ def definition_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _factors(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """U: (·, n), sigma: (k,) and V: (·, m) with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ, reflectors in full."""
+    """Returns full reflectors U: (·, n) and V: (·, m), and sigma: (k,), with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ."""
     (held,) = (layer,) if isinstance(layer, HeldWeight) else held_weights(layer)
     full, (n, m) = held.form == "full", held.shape
     if held.spectrum is None:
@@ -48,7 +48,7 @@ def _factors(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_full(V: Tensor, full: bool) -> Tensor:
-    """Compact reflectors with the ones on the diagonal that they leave out."""
+    """Converts compact reflectors to full ones, with ones on the diagonal."""
     d = V.shape[1]
     return V if full else V[:d].triu(1) + torch.eye(min(V.shape), d, dtype=V.dtype, device=V.device)
 
@@ -63,7 +63,7 @@ def signs_on_diagonal(reflectors: Tensor) -> Tensor:
 
 
 def perturbed(layer: nn.Module, size: float = 0.3) -> Any:
-    """The layer with Gaussian numbers added to its parameters: a point such as training would reach."""
+    """Adds Gaussian numbers to the layer's parameters in place: a point such as training would reach."""
     with torch.no_grad():
         for name, p in layer.named_parameters():
             if not name.endswith("signs"):
