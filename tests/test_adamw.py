@@ -320,7 +320,9 @@ def test_an_export_and_a_module():
 
 def test_a_mistake_is_explained():
     layer = LinearSVD(4, 4)
-    with pytest.raises(TypeError, match=r"`model` should be a torch\.nn\.Module, or groups .*; got a list of Parameter"):
+    with pytest.raises(
+        TypeError, match=r"`model` should be a torch\.nn\.Module, or groups .*; got a list of Parameter"
+    ):
         AdamW(list(layer.parameters()))
     with pytest.raises(TypeError, match=r"`model` should be a torch\.nn\.Module, or groups .*; got generator"):
         AdamW(layer.parameters())

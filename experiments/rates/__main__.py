@@ -24,9 +24,10 @@ def stages(options: Options, results: Results, console: Console) -> Iterator[Seq
     if "choose" in options.only:
         yield grid.choosing(options.quick)
     if "judge" in options.only:
-        sweep = grid.sweep(options.quick)
-        yield sweep
-        yield grid.other_seeds(results.of(sweep), options.quick)
+        for methods in grid.JUDGED:
+            sweep = grid.judging(methods, options.quick)
+            yield sweep
+            yield grid.more_seeds(results.of(sweep), methods, options.quick)
 
 
 def label(record: Record) -> str:

@@ -115,13 +115,10 @@ CHOOSING = (
 JUDGING = (
     _regression("table", 128, 400, texts.table),
     _regression("photograph", 256, 500, texts.photograph),
-    _characters("LSTM", 128, 160, 32, texts.english, lambda width: networks.Characters(data.CHARACTERS, width)),
-    _error(image_task("ResNet, batch norm", 32, 200, networks.ResNet)),
-    _autoencoder(512, 160),
-    _error(image_task("ViT", 64, 160, lambda width: networks.ViT(_width_of_images(), width))),
-    _characters("GPT", 64, 200, 32, texts.packages, lambda width: networks.GPT(data.CHARACTERS, width, CONTEXT)),
+    _characters("LSTM", 128, 120, 32, texts.english, lambda width: networks.Characters(data.CHARACTERS, width)),
+    _error(image_task("ResNet, batch norm", 32, 150, networks.ResNet)),
+    _autoencoder(512, 120),
+    _error(image_task("ViT", 64, 120, lambda width: networks.ViT(_width_of_images(), width))),
+    _characters("GPT", 64, 150, 32, texts.packages, lambda width: networks.GPT(data.CHARACTERS, width, CONTEXT)),
 )
-WIDER = _characters(
-    "GPT, 128 wide", 128, 100, 32, texts.english, lambda width: networks.GPT(data.CHARACTERS, width, CONTEXT)
-)
-TASKS = {task.name: task for task in (*CHOOSING, *JUDGING, WIDER)}
+TASKS = {task.name: task for task in (*CHOOSING, *JUDGING)}

@@ -20,7 +20,7 @@ from fasth.nn.held_weight import named_held_weights
 
 # A run has the settings "part", "task", "method", "lr", "seed", "steps", and what a variant of the rule is given.
 FOUND = ("seconds", "score", "growth", "curve")
-PLAIN, GROUPS, ONE_RATE, VARIANT = "plain", "SVD, param_groups", "SVD, one rate", "variant"
+PLAIN, GROUPS, ANGLES, VARIANT = "plain", "SVD, param_groups", "SVD, angles", "variant"
 WEIGHT_DECAY, WARM_UP = 0.01, 0.1
 SETTINGS = ("part", "task", "method", "lr", "seed", "steps")
 
@@ -69,12 +69,14 @@ def fit(model: nn.Module, task: Task, run: Run) -> list[float]:
 
 
 def optimizer_of(model: nn.Module, run: Run) -> torch.optim.Optimizer:
-    lr, options = run["lr"], {name: value for name, value in run.items() if name not in SETTINGS}
-    if run["method"] in (PLAIN, ONE_RATE):
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY)
+    options: dict[str, Any] = {"lr": run["lr"], "weight_decay": WEIGHT_DECAY}
+    if run["method"] == PLAIN:
+        return torch.optim.AdamW(model.parameters(), **options)
     if run["method"] == GROUPS:
-        return torch.optim.AdamW(fasth.param_groups(model, lr=lr, weight_decay=WEIGHT_DECAY, **options))
-    made: Any = Angles(model, lr, WEIGHT_DECAY, **options)
+        return torch.optim.AdamW(fasth.param_groups(model, **options))
+    if run["method"] == ANGLES:
+        return fasth.optim.AdamW(model, **options)
+    made: Any = Angles(model, **options, **{name: value for name, value in run.items() if name not in SETTINGS})
     return made
 
 

@@ -1,4 +1,4 @@
-"""The rules that were tried, as an optimizer written for reading: AdamW on everything but reflectors, which turn by angles."""
+"""The rules that were tried, as one optimizer written for reading: AdamW, in which reflectors may turn by angles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fasth.nn.held_weight import HeldWeight, named_held_weights
-from fasth.optim import param_groups
+from fasth.optim.groups import LR, param_groups
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 
@@ -19,9 +19,9 @@ class Angles(torch.optim.Optimizer):
     """AdamW in which each tensor of reflectors moves by a given root mean square of its entries.
 
     Args:
-        angle: that root mean square, at the peak of the schedule. None: the rate of ``param_groups`` instead.
+        angle: that root mean square, at the peak of the schedule. None: a rate instead.
         power: the step is divided by (rms / 0.1) ** power, where rms is that of m̂/√v̂. 1 is the angle itself.
-        sigma, reflectors: multiply the rates of ``param_groups``; that of reflectors only where there is no angle.
+        sigma, reflectors: multiply the rates of sigma, lr·(√n + √m)/2, and of reflectors, lr; that of reflectors only where there is no angle.
         sigma_root, root: multiply them by √(0.003 / lr), so that they follow √lr.
         direction: "adam", m̂/√v̂; "momentum", m̂.
         bounded: multiplies the step of reflector i by min(1, rms σ₀ / |σᵢ|).
@@ -42,9 +42,11 @@ class Angles(torch.optim.Optimizer):
         bounded: bool = False,
         reflectors: float = 1.0,
     ) -> None:
-        groups = param_groups(model, lr=lr, weight_decay=weight_decay)
-        sigma *= math.sqrt(0.003 / lr) if sigma_root else 1.0
-        reflectors *= math.sqrt(0.003 / lr) if root else 1.0
+        groups = param_groups(model, lr=LR, weight_decay=weight_decay)  # where all rules are the same
+        for group in groups:
+            group["lr"] *= lr / LR
+        sigma *= math.sqrt(LR / lr) if sigma_root else 1.0
+        reflectors *= math.sqrt(LR / lr) if root else 1.0
         for group in groups:
             if group["name"] == "sigma":
                 group["lr"] *= sigma

@@ -21,9 +21,9 @@ OptimizerClass: TypeAlias = type[Optimizer]
 SIGMA, DENSE, REFLECTORS, VECTORS = KINDS = ("sigma", "dense", "reflectors", "vectors")
 CONSTANT = "constant"  # not for an optimizer
 
-# For ``fasth.optim.AdamW``: the root mean square of a step of reflectors, and the lr at which sigma's rate is lr times
-# its multiple; below and above, that rate follows √lr. Chosen by experiments/rates, on the tasks that choose.
-ANGLE, SIGMA_LR = 0.001, 0.003
+# Both were chosen by experiments/rates, on the tasks that choose: the lr at which the rates of an SVD move W as far as a
+# dense one moves; and, for ``fasth.optim.AdamW``, the root mean square of a step of reflectors.
+LR, ANGLE = 0.003, 0.0014
 
 # A step of these is as long as the gradient. That of any other optimizer has its rate's size, whatever the gradient's.
 _STEP_FOLLOWS_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)
@@ -122,37 +122,32 @@ class _Rule:
         self.lr, self.times = lr, reflectors
 
     def sigma(self, held: HeldWeight) -> _Role:
-        n, m = held.shape[-2:]
-        multiple = held.rates[0] * (math.sqrt(n) + math.sqrt(m)) / 2
-        return _Role(SIGMA, multiple / _slope(held.spectrum or free()) * _thinness(held))
+        return _Role(SIGMA, _size(held) / _slope(held.spectrum or free()) * _thinness(held) * self.root(held))
 
     def reflectors(self, held: HeldWeight) -> _Role:
-        return _Role(REFLECTORS, self.times * held.rates[1] * _fullness(held) * _thinness(held))
+        return _Role(REFLECTORS, self.times * held.rates[1] * _fullness(held) * _thinness(held) * self.root(held))
+
+    def root(self, held: HeldWeight) -> float:
+        """√(LR / lr): the rates of an SVD follow √lr. Those of an orthogonal weight, and of a net that is made to
+        remember, follow lr."""
+        return math.sqrt(LR / self.lr) if _is_ordinary(held) and self.lr else 1.0
 
 
 class _GradientRule(_Rule):
     """For SGD, whose step is as long as the gradient."""
 
     def sigma(self, held: HeldWeight) -> _Role:
-        n, m = held.shape[-2:]
-        multiple = held.rates[0] * (math.sqrt(n) + math.sqrt(m)) / 2
-        return _Role(SIGMA, multiple / _slope(held.spectrum or free()) ** 2)
+        return _Role(SIGMA, _size(held) / _slope(held.spectrum or free()) ** 2)
 
     def reflectors(self, held: HeldWeight) -> _Role:
         return _Role(REFLECTORS, self.times * held.rates[1] * 0.3 * _fullness(held) ** 2)
 
 
 class _Angles(_Rule):
-    """For ``fasth.optim.AdamW``. A weight with rates of its own, such as that of a net made to remember, keeps them."""
-
-    def sigma(self, held: HeldWeight) -> _Role:
-        role = super().sigma(held)
-        if held.rates != (1.0, 1.0) or self.lr == 0:
-            return role
-        return role._replace(multiple=role.multiple * math.sqrt(SIGMA_LR / self.lr))
+    """For ``fasth.optim.AdamW``."""
 
     def reflectors(self, held: HeldWeight) -> _Role:
-        if held.rates != (1.0, 1.0):
+        if not _is_ordinary(held):
             return super().reflectors(held)
         return _Role(REFLECTORS, 1.0, ANGLE * self.times * _fullness(held) * _thinness(held))
 
@@ -161,6 +156,17 @@ def _rule(optimizer: OptimizerClass, lr: float, reflectors: float) -> _Rule:
     if getattr(optimizer, "turns_by_angles", False):
         return _Angles(lr, reflectors)
     return (_GradientRule if _is_a(optimizer, _STEP_FOLLOWS_GRADIENT) else _Rule)(lr, reflectors)
+
+
+def _is_ordinary(held: HeldWeight) -> bool:
+    """Whether it has singular values to train, and no rates of its own."""
+    return held.trained and held.rates == (1.0, 1.0)
+
+
+def _size(held: HeldWeight) -> float:
+    """(√n + √m)/2: the rate of sigma at which W moves as far as a dense one."""
+    n, m = held.shape[-2:]
+    return held.rates[0] * (math.sqrt(n) + math.sqrt(m)) / 2
 
 
 def _fullness(held: HeldWeight) -> float:
