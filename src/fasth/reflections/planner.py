@@ -446,8 +446,8 @@ def forming_pays(rows: int, r: int, d: int, triangular: bool, where: Where, side
     if on_cpu and rows <= d:
         return False
     found = _tuned(d, where) if r == d else None
-    if found is None and not on_cpu:
-        return _forming_pays_on_gpu(rows, r, d)
+    if found is None and not on_cpu:  # a row takes 12·r·d operations by the reflections, and 6·d² by Q
+        return 2 * r > d and _forming_pays_on_gpu(rows, d, d)
     by_rule = crossover_by_rule(r, d, triangular, sides)
     if found is None:
         return rows > by_rule
