@@ -294,6 +294,11 @@ class ImageMap(Factored):
         self._check_invertible("inverse")
         return self._back(y, self._inverse_kernel())
 
+    def inverse_and_logabsdet(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``inverse(y)``, and log |det| of it as a map of one sample, a scalar."""
+        x = self.inverse(y)
+        return x, -self._logabsdet(x.shape[-len(self.kernel_size) :], self._sigma())
+
     def _inverse_kernel(self) -> Tensor:
         """That of which the inverse is the adjoint."""
         raise NotImplementedError
