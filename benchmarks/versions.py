@@ -3,7 +3,8 @@
 Each version runs in a process of its own. A step is forward and backward of some rows. The result is the ratio of the
 medians, this version over the other, for each kind of layer and width, and their geometric mean.
 
-Run: python benchmarks/versions.py OTHER/.venv/bin/python [--rows 32] [--sizes 64 …] [--no-bias] [--env FASTH_CORE_DIR=DIR]
+Run: python benchmarks/versions.py OTHER/.venv/bin/python [--rows 32] [--sizes 64 …] [--no-bias]
+         [--env FASTH_CORE_DIR=DIR]
 """
 
 from __future__ import annotations

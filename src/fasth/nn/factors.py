@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth.functional import svd_dense, svd_linear
+from fasth.functional import svd_dense
 from fasth.nn.factored import Factored, Factors, check_dtype, one_of, relative_change
 from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import singular_values_of_linear
@@ -111,14 +111,6 @@ class SVDFactors(Factored):
         if self._is_thin:
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None
-
-    def _times_rows(self, x: Tensor, sigma: Tensor | None, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias: (*, m) → (*, n)."""
-        if self.form == "full":  # the kernels multiply sigma by its signs
-            sigma = self.spectrum(self.sigma) if sigma is None else sigma
-            return svd_linear(x, self.U, sigma, self.V, bias, form="full", signs=self.signs)
-        U, sigma, V = self._factors(sigma)
-        return svd_linear(x, U, sigma, V, bias, form=self.form)
 
     @classmethod
     def _convert(cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:

@@ -208,7 +208,11 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
-        return self._times_rows(x, sigma, self.bias)
+        if self.form == "full":  # the GPU kernels multiply sigma by the signs as they read it
+            sigma = self.spectrum(self.sigma) if sigma is None else sigma
+            return svd_linear(x, self.U, sigma, self.V, self.bias, form="full", signs=self.signs)
+        U, sigma, V = self._factors(sigma)
+        return svd_linear(x, U, sigma, V, self.bias, form=self.form)
 
     def _weight(self) -> Tensor:
         return self._matrix()
