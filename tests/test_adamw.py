@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fasth
-from fasth import LinearOrthogonal, LinearSVD, RNNSVD, param_groups, spectrum, to_svd
+from fasth import RNNSVD, LinearOrthogonal, LinearSVD, param_groups, spectrum, to_svd
 from fasth.optim import AdamW
-from fasth.optim.groups import ANGLE, SIGMA_LR
+from fasth.optim.groups import ANGLE, LR
 
 BETAS, EPS, DECAY = (0.8, 0.99), 1e-6, 0.1
 LAYERS: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_groups():
     """Sigma's rate follows √lr; its decay is still that of W; other numbers and nets made to remember have theirs."""
     for lr in (1e-3, 1e-2):
         found = groups_of(nn.Sequential(LinearSVD(16, 16), nn.LayerNorm(16)), lr=lr, weight_decay=DECAY)
-        assert found["sigma"]["lr"] == pytest.approx(4 * math.sqrt(SIGMA_LR * lr))
+        assert found["sigma"]["lr"] == pytest.approx(4 * math.sqrt(LR * lr))
         assert found["sigma"]["lr"] * found["sigma"]["weight_decay"] == pytest.approx(lr * DECAY)
         assert found["reflectors"]["angle"] == ANGLE and found["reflectors"]["weight_decay"] == 0
         assert found["reflectors"]["lr"] == found["reflectors"]["peak"] == found["vectors"]["lr"] == lr

@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FEWER = ("angle 0.0007, σ × 0.3", "angle 0.0028, σ × 0.3", "the same with the direction m")  # not at the high rate
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+BEYOND = (3e-1, 1.0)  # where the best rate of a sweep is its last
 SEEDS = 3
 JUDGED = ((PLAIN, GROUPS), (ANGLES,))  # in this order
 
@@ -42,6 +43,12 @@ def choosing(quick: bool) -> list[Run]:
     ]
 
 
+def variant_of(run: Run) -> dict[str, Any]:
+    """What distinguishes a variant: everything but the task, the rate and the seed."""
+    names = ("part", "task", "lr", "seed", "steps", "seconds", "score", "growth", "curve")
+    return {name: value for name, value in run.items() if name not in names}
+
+
 def judging(methods: Sequence[str], quick: bool) -> list[Run]:
     """All rates with seed 0."""
     return [
@@ -52,29 +59,42 @@ def judging(methods: Sequence[str], quick: bool) -> list[Run]:
     ]
 
 
+def beyond(swept: list[Record], methods: Sequence[str], quick: bool) -> list[Run]:
+    """A higher rate for each sweep whose best rate is the last one."""
+    return [
+        _run("judge", task, quick) | {"method": method, "lr": BEYOND[0]}
+        for method in methods
+        for task in JUDGING
+        if (sweep := _sweep(swept, method, task)) and best_rate(sweep) == RATES[-1]
+    ]
+
+
+def _sweep(records: list[Record], method: str, task: Task) -> list[Record]:
+    """All rates with seed 0."""
+    return [r for r in records if (r["method"], r["task"], r["seed"]) == (method, task.name, 0)]
+
+
 def more_seeds(swept: list[Record], methods: Sequence[str], quick: bool) -> list[Run]:
     """Other seeds at 1e-3, at the best rate of a sweep, and at about three times that."""
     runs: list[Run] = []
     for method in methods:
         for task in JUDGING:
-            sweep = [r for r in swept if r["method"] == method and r["task"] == task.name]
-            if sweep:
-                found = {LOW, best := best_rate(sweep), thrice(best)}
-                settings = _run("judge", task, quick) | {"method": method}
-                runs += [run for lr in sorted(found) for run in [settings | {"lr": lr}] if lr not in RATES]
-                runs += [run for lr in sorted(found) for run in other_seeds(settings | {"lr": lr}, SEEDS - 1)]
+            if sweep := _sweep(swept, method, task):
+                rates = {LOW, best := best_rate(sweep), thrice(best)}
+                settings = [_run("judge", task, quick) | {"method": method, "lr": lr} for lr in sorted(rates)]
+                runs += [run for one in settings for run in (one, *other_seeds(one, SEEDS - 1))]
     return runs
 
 
 def best_rate(sweep: list[Record]) -> float:
-    """The rate of seed 0 with the least score; a run that diverged has none."""
-    found = [(r["score"], r["lr"]) for r in sweep if r["seed"] == 0 and r["lr"] in RATES and r["score"] is not None]
-    return min(found)[1]
+    """The rate with the least score; a run that diverged has none."""
+    return min((r["score"], r["lr"]) for r in sweep if r["score"] is not None)[1]
 
 
 def thrice(lr: float) -> float:
     """The next rate of the sweep, or beyond it."""
-    return {1e-3: 3e-3, 3e-3: 1e-2, 1e-2: 3e-2, 3e-2: 1e-1, 1e-1: 3e-1}[lr]
+    rates = (*RATES, *BEYOND)
+    return rates[rates.index(lr) + 1]
 
 
 def _run(part: str, task: Task, quick: bool) -> Run:

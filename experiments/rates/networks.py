@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def autoencoder(pixels: int, width: int) -> nn.Module:
     """Down to 32 numbers and up again."""
     sizes = (pixels, width, width // 2, 32, width // 2, width, pixels)
     layers: list[nn.Module] = [nn.Flatten()]
-    for n, m in zip(sizes, sizes[1:], strict=False):
+    for n, m in pairwise(sizes):
         layers += [nn.Linear(n, m), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

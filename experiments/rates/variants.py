@@ -21,7 +21,7 @@ class Angles(torch.optim.Optimizer):
     Args:
         angle: that root mean square, at the peak of the schedule. None: a rate instead.
         power: the step is divided by (rms / 0.1) ** power, where rms is that of m̂/√v̂. 1 is the angle itself.
-        sigma, reflectors: multiply the rates of sigma, lr·(√n + √m)/2, and of reflectors, lr; that of reflectors only where there is no angle.
+        sigma, reflectors: multiply the rates of sigma, lr·(√n + √m)/2, and of reflectors without an angle, lr.
         sigma_root, root: multiply them by √(0.003 / lr), so that they follow √lr.
         direction: "adam", m̂/√v̂; "momentum", m̂.
         bounded: multiplies the step of reflector i by min(1, rms σ₀ / |σᵢ|).
