@@ -39,7 +39,7 @@ class Householder(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, V, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:2]
-        if _has_to_compose(g, plan.backend):
+        if has_to_compose(g, plan.backend):
             if x is None:  # any value will do: V needs no gradient
                 x = V.new_zeros(g.shape, requires_grad=True)
 
@@ -79,7 +79,7 @@ class SVDLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, U, sigma, V, bias, signs, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:5]
-        if _has_to_compose(g, plan.backend):
+        if has_to_compose(g, plan.backend):
 
             def product(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
                 k = min(plan.block_size, *V.shape) if len(V) else 1
@@ -120,7 +120,7 @@ def kernels() -> Any:
     return launch
 
 
-def _has_to_compose(g: Tensor, backend: str) -> bool:
+def has_to_compose(g: Tensor, backend: str) -> bool:
     """True for a second derivative, and where the backend cannot read g, as in a batch of gradients."""
     if torch.is_grad_enabled():
         return True

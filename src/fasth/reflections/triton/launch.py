@@ -6,8 +6,7 @@ gradient are found again from the output: section 6 of ``reflections/README.md``
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +28,17 @@ from fasth.reflections.triton.configurations import (
     chunk,
     columns_held,
 )
+from fasth.reflections.triton.launching import launched
+from fasth.reflections.triton.recurrence import recurrence, recurrence_backward
 
-# Each is told of every launch: the kernel, its options, its arguments. For counts, and to compile what would be
-# launched. On the meta device that is all that happens.
-observers: list[Callable[[Any, dict[str, int], dict[str, Any]], None]] = []
+__all__ = [
+    "householder",
+    "householder_backward",
+    "recurrence",
+    "recurrence_backward",
+    "svd_linear",
+    "svd_linear_backward",
+]
 
 
 class Side(NamedTuple):
@@ -221,7 +227,7 @@ def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None
     blocks = -(-_used(V, form) // BLOCK)
     T = V.new_empty(B, blocks, BLOCK, BLOCK, dtype=torch.float32)
     scale = V.new_empty(B, blocks * BLOCK, dtype=torch.float32)
-    _launch(
+    launched(
         kernels.factors,
         B * blocks,
         {"num_warps": FACTORS_WARPS},
@@ -275,7 +281,7 @@ def sweep(
         recorded = Recorded(Z, states)
     scaled = sigma is not NO_SIGMA
     D = columns_held(d)
-    _launch(
+    launched(
         kernels.sweep,
         B * -(-total // 2),
         {"num_warps": SWEEP_WARPS[D], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
@@ -331,7 +337,7 @@ def gradient(
     if recorded is None:  # no reflectors
         return
     of_dV = {f"dv_{name}": stride for name, stride in _strides(dV).items()}
-    _launch(
+    launched(
         kernels.gradient,
         B * -(-r // GROUP) * -(-d // chunk(d)),
         {"num_warps": GRADIENT_WARPS},
@@ -368,7 +374,7 @@ def sums_over_rows(
     if not (needs_sigma or needs_bias):
         return None, None
     BD = chunk(max(n, k))
-    _launch(
+    launched(
         kernels.sums_over_rows,
         -(-max(n, k) // BD),
         {"num_warps": SUMS_WARPS},
@@ -404,15 +410,3 @@ def _used(V: Tensor, form: int) -> int:
 
 def _strides(V: Tensor) -> dict[str, int]:
     return dict(zip(("batch_stride", "row_stride", "col_stride"), V.stride(), strict=True))
-
-
-def _launch(kernel: Any, programs: int, options: dict[str, int], **arguments: Any) -> None:
-    for observer in observers:
-        observer(kernel, options, arguments)
-    first = next(t for t in arguments.values() if isinstance(t, Tensor))
-    if torch.version.hip:  # it has no such option
-        options = {name: value for name, value in options.items() if name != "maxnreg"}
-    if programs and not first.is_meta:
-        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-            # Fused, a product would be rounded in one lane of a sum and not in the other, and copies of the sum differ.
-            kernel[(programs,)](**arguments, **options, enable_fp_fusion=False)
