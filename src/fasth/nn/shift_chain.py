@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from fasth._private import transform_active
 from fasth.functional import reflect, svd_dense
 from fasth.nn.factors import one_side
 from fasth.operators import Orthogonal
@@ -87,7 +89,9 @@ class Chain(NamedTuple):
         return M
 
     def _shifted(self, M: Tensor, step: Shift, move: Move) -> Tensor:
-        first, second = M.split((self.half, self.channels - self.half), -1)
+        if move is add_a_tap and not (is_compiling() or transform_active()):
+            return AddATap.apply(M, step, self.half)
+        first, second = _halves(M, self.half)
         if step.of_first_half:
             second, first = move(second, first, step.dim)
         else:
@@ -128,6 +132,37 @@ def add_a_tap(stays: Tensor, moves: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     before, after = [0] * (-2 * dim), [0] * (-2 * dim)
     before[-2] = after[-1] = 1
     return F.pad(stays, after), F.pad(moves, before)
+
+
+class AddATap(torch.autograd.Function):
+    """The same shift of a whole kernel, in half of the operations: one buffer forward, one concatenation backward."""
+
+    @staticmethod
+    def forward(ctx: Any, M: Tensor, step: Shift, half: int) -> Tensor:
+        ctx.step, ctx.half = step, half
+        shape = list(M.shape)
+        shape[step.dim] += 1
+        out = M.new_empty(shape)
+        for target, source, offset in zip(_halves(out, half), _halves(M, half), _offsets(step), strict=True):
+            taps = source.shape[step.dim]
+            target.narrow(step.dim, offset, taps).copy_(source)
+            target.select(step.dim, 0 if offset else taps).zero_()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        step, taps = ctx.step, g.shape[ctx.step.dim] - 1
+        halves = zip(_halves(g, ctx.half), _offsets(step), strict=True)
+        return torch.cat([part.narrow(step.dim, offset, taps) for part, offset in halves], -1), None, None
+
+
+def _halves(M: Tensor, half: int) -> tuple[Tensor, ...]:
+    return M.split((half, M.shape[-1] - half), -1)
+
+
+def _offsets(step: Shift) -> tuple[int, int]:
+    """Of the taps of the first and of the second half."""
+    return (1, 0) if step.of_first_half else (0, 1)
 
 
 def move_pixels(dilation: Sequence[int]) -> Move:
