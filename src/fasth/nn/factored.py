@@ -73,7 +73,7 @@ class Factored(nn.Module):
         self.register_load_state_dict_pre_hook(_convert_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy."""
+        """Called for a copy, which gets load hooks of its own."""
         super().__setstate__(state)
         _private.take_over_load_hooks(self)
 
@@ -145,7 +145,7 @@ class Factored(nn.Module):
         raise NotImplementedError
 
     def _decompose_named(self, name: str, weight: Tensor) -> Factors:
-        """Those of the weight that has this name in the dense twin."""
+        """The factors of the weight that has this name in the dense twin."""
         return self._decompose(weight)
 
     def _dense_names(self) -> dict[str, tuple[str, ...]]:
