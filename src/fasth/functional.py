@@ -310,10 +310,10 @@ def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: i
 
 def _check_one_dtype(x: Tensor, *factors: Tensor | None) -> None:
     _refuse_tracing()
-    given = [t for t in factors if t is not None]
-    dtype, device = given[0].dtype, given[0].device
-    if any((t.dtype, t.device) != (dtype, device) for t in (x, *given)):
-        got = ", ".join(f"{t.dtype} on {t.device}" for t in (x, *given))
+    tensors = [x, *(t for t in factors if t is not None)]
+    dtype, device = tensors[1].dtype, tensors[1].device
+    if any((t.dtype, t.device) != (dtype, device) for t in tensors):
+        got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
     if dtype not in DTYPES:
         raise TypeError(f"the factors of the weight should be float32, float64, bfloat16 or float16; got {dtype}")

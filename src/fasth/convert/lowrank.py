@@ -60,7 +60,7 @@ def matrix_shape(layer: Any) -> tuple[int, int]:
 def truncated(
     layer: Any, rank: int | None, energy: float | None, trainable: bool = False
 ) -> tuple[nn.Module | None, str]:
-    """The truncated layer, or None if it would be the same as ``layer``; and a word on its rank.
+    """The truncated layer, or None if it would be the same as ``layer``; and the reason, for the report.
 
     Two thin layers or a dense one; if ``trainable``, a layer of fasth with as many singular values as are kept.
     """

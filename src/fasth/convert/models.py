@@ -186,7 +186,7 @@ def _finish(
 
 
 def _is_expected(module: nn.Module) -> bool:
-    """Whether one could expect it to be converted: it multiplies by a weight. Tables of words or positions do not."""
+    """True for a module that multiplies by a weight, so that one could expect a conversion. Embeddings are excluded."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Norm" in type(module).__name__:
         return False
     matrices = [name for name, parameter in parameters_of(module) if is_lazy(parameter) or parameter.ndim >= 2]

@@ -203,7 +203,7 @@ def _spectra_of(module: nn.Module) -> list[object]:
 
 
 def _carry_over(module: nn.Module, new: nn.Module) -> None:
-    """The parameters that are no factors. Of two layers in sequence the second has the bias."""
+    """Copies the other parameters; a LowRank's bias goes to its second layer."""
     for name, parameter in parameters_of(module):
         if not is_factor(name):
             setattr(new[-1] if isinstance(new, nn.Sequential) else new, name, parameter)

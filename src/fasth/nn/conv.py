@@ -62,7 +62,7 @@ class _ConvSVD(SVDFactors):
         self.reset_parameters()
 
     def _add_layout(self, device: Any) -> None:
-        """A place for the memory format of the kernel, where there are several."""
+        """Registers the memory-format buffer (2-d convolutions only)."""
 
     def reset_parameters(self) -> None:
         """U, V and σ as ``init`` says, the bias as in the dense convolution."""

@@ -26,7 +26,7 @@ class RNNSVD(Recurrent, converts=nn.RNN):
     made of the parameters ``reflectors_l{k}[_reverse]``: (hidden, hidden) and ``sigma_l{k}[_reverse]``: (hidden,), as
     ``LinearSVD`` says. It can be read as an attribute; to change it there is ``set_weight_``.
 
-    What h_T owes to h_t is a product of T − t of these matrices (and slopes of f), so it explodes or vanishes with
+    ∂h_T/∂h_t is a product of T − t of these matrices (and slopes of f), so it explodes or vanishes with
     σ^(T − t). The spectrum keeps σ within 1 ± eps, exactly and at every step of training.
 
     Args:
@@ -143,8 +143,8 @@ class RNNSVD(Recurrent, converts=nn.RNN):
 
     def _layer(self, x: Tensor, where: str, weights: list[Tensor], h0: Tensor, times: Times) -> Tensor:
         W_ih, W_hh, *biases = weights
-        given = F.linear(x, W_ih, sum(biases[1:], biases[0]) if biases else None)
-        return recurrence(given, W_hh, h0, getattr(self, f"bias_modrelu_{where}", None), self.nonlinearity, times)
+        inputs = F.linear(x, W_ih, sum(biases[1:], biases[0]) if biases else None)
+        return recurrence(inputs, W_hh, h0, getattr(self, f"bias_modrelu_{where}", None), self.nonlinearity, times)
 
     @classmethod
     def from_rnn(cls, rnn: nn.RNN, *, spectrum: Spectrum | None = None) -> RNNSVD:

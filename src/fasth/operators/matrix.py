@@ -122,7 +122,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def values_known(t: Tensor) -> bool:
-    """Whether a decision may depend on the numbers in t: it has some, and nobody traces or maps the computation."""
+    """True if values may be read: not meta, not traced, not vmapped."""
     return not (torch.compiler.is_compiling() or t.is_meta or _private.transform_active() or _private.dispatch_modes())
 
 

@@ -26,7 +26,7 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
     follow. Autograd saves the results of all of them, so training goes by ``forward`` and ``gradients`` instead.
     """
     Y, _ = blocks_of(V, block_size, triangular)
-    out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
+    out, _ = sweep(_compute(x), Y, triangular_T(Y, triangular), transpose, triangular, record=False)
     return out.to(x.dtype)
 
 
@@ -38,7 +38,7 @@ def forward(
     T: (B, n, k, k), Z: (B, n, m, k). The rows after the block that acts last are the output, and not saved again.
     """
     Y, _ = blocks_of(V, block_size, triangular)
-    T = triangular_factors(Y, triangular)
+    T = triangular_T(Y, triangular)
     out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=save_states)
     out = out.to(x.dtype) if steps or Y.shape[1] else x.clone()  # no block: the output is not to be x itself
     if not steps:
@@ -105,7 +105,7 @@ def _scale(V: Tensor) -> Tensor:
     return (normal.view(integer) & exponent).view(V.dtype)
 
 
-def triangular_factors(Y: Tensor, triangular: bool) -> Tensor:
+def triangular_T(Y: Tensor, triangular: bool) -> Tensor:
     """T = B⁻¹: (B, n, k, k), upper triangular, with H₁⋯H_k = I − Yᵀ T Y in each block of Y: (B, n, k, d).
 
     B is the upper half of the Gram matrix, with ½ of its diagonal. Its inverse takes 2 log₂ k products in sequence.
@@ -158,7 +158,7 @@ def gradients(
     ``saved`` is what ``forward`` gives besides the output. These are constants to autograd.
     """
     Y, scale = blocks_of(V, block_size, triangular)
-    T = saved[0] if saved else triangular_factors(Y, triangular)
+    T = saved[0] if saved else triangular_T(Y, triangular)
     # Each block is orthogonal, so gradients run through its transpose, and so does the way back from the output.
     rows, m = _compute(g), g.shape[1]
     states_missing = needs_V and len(saved) <= 1
