@@ -32,7 +32,13 @@ FILES = {
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
     "gpu.md": {"gpu resources": "gpu/resources.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
-    "adapters.md": {"adapters": "adapters/table.md"},
+    "adapters.md": {
+        "adapters": "adapters/table.md",
+        "adapter rates": "adapters/rates/table.md",
+        "adapter steps": "adapters/steps/table.md",
+        "finetune": "finetune/tables.md",
+        **{f"adapter {name}": f"adapters/{name}.md" for name in ("half", "frames", "restarts", "oft", "rotations")},
+    },
     "reliability.md": {"reliability fuzz": "reliability/fuzz.md", "reliability training": "reliability/training.md"},
 }
 

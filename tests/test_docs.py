@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PUBLIC = ["fasth", "fasth.spectrum", "fasth.parametrizations", "fasth.flows"]
+PUBLIC = ["fasth", "fasth.spectrum", "fasth.parametrizations", "fasth.flows", "fasth.adapters"]
 
 
 @pytest.fixture

@@ -157,7 +157,9 @@ def _householder_plan(
         # is just as much where x has as many rows as a block has reflections.
         blocks = number_of_blocks(r, d, form, k)
         T, Z, A = sizes_of_saved(rows, d, blocks, max(blocks - 1, 0), k)
-        save = _level(T, Z, A, rows * d + r * d, where.dtype)
+        # Few reflections are an adapter, beside which every copy of the rows counts: room for Z, and A of few rows.
+        room = r * (rows + 2 * d) if 8 * r <= d else (rows + r) * d
+        save = _level(T, Z, A, room, where.dtype)
     elif needs[0]:
         save = SAVE_T
     copy_output = needs[1] and not (of_identity or internal)
