@@ -23,7 +23,7 @@ IN_INTERPRETER := tests/test_kernels.py tests/test_householder.py::test_values_a
     scale_does_not_matter what_is_left_of_the_diagonal_is_ignored_even_if_it_is_nan)
 TOO_SLOW := (many and rows) or (more and rows) or 200 or 300 or 130 or 100x65
 
-.PHONY: help demo test sdist wheel test-kernels test-torch versions lint format gpu-resources bench reproduce study flow finetune recurrent readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
+.PHONY: help demo test sdist wheel test-kernels test-torch versions lint format gpu-resources bench reproduce study flow finetune recurrent lipschitz readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -68,6 +68,9 @@ finetune: $(VENV)/.zoo ## fine-tune a small language model by one adapter or ano
 
 recurrent: $(VENV)/.peers ## train recurrent nets to remember, to add and to see, and compare; ARGS=--quick
 	$(BIN)/python -m experiments.recurrent --out $(if $(findstring --quick,$(ARGS)),build/recurrent-quick,benchmarks/recurrent) $(ARGS)
+
+lipschitz: $(VENV)/.peers ## train classifiers with a Lipschitz constant of 1, certify and attack them; ARGS=--quick
+	$(BIN)/python -m experiments.lipschitz --out $(if $(findstring --quick,$(ARGS)),build/lipschitz-quick,benchmarks/lipschitz) $(ARGS)
 
 readme: $(VENV)/.stamp ## put what was measured last into docs/, and draw the README's picture; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)
@@ -205,7 +208,7 @@ $(VENV)/.stamp: $(VENV)/.core
 
 # What the benchmarks compare with, but for nflows, which the tests need too. What they depend on is there.
 $(VENV)/.peers: $(VENV)/.stamp
-	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder
+	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder orthogonium einops deel-torchlip
 	touch $@
 
 # The libraries whose models the zoo converts, for which the blocks of docs/ecosystem.md are; torch stays as it is.

@@ -28,7 +28,13 @@ HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
 # By page and place in it, what commands wrote as Markdown.
 FILES = {
-    "flows.md": {"flow": "flow/tables.md"},
+    "convolutions.md": {
+        "conv speed": "conv/speed.md",
+        "conv rule": "conv/rule.md",
+        "conv exactness": "conv/exactness.md",
+        "lipschitz": "lipschitz/tables.md",
+    },
+    "flows.md": {"flow": "flow/tables.md", "flow kxk": "flow-kxk/tables.md", "conv inverse": "conv/inverse.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
     "gpu.md": {"gpu resources": "gpu/resources.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
