@@ -30,7 +30,7 @@ SHOWN = ["figure-3a", "figure-4"]  # of the figures
 FILES = {
     "flows.md": {"flow": "flow/tables.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
-    "gpu.md": {"gpu resources": "gpu/resources.md"},
+    "gpu.md": {"gpu resources": "gpu/resources.md", "gpu executed": "gpu/executed.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
     "adapters.md": {"adapters": "adapters/table.md"},
     "reliability.md": {"reliability fuzz": "reliability/fuzz.md", "reliability training": "reliability/training.md"},
