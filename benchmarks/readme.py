@@ -36,7 +36,7 @@ FILES = {
     },
     "flows.md": {"flow": "flow/tables.md", "flow kxk": "flow-kxk/tables.md", "conv inverse": "conv/inverse.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
-    "gpu.md": {"gpu resources": "gpu/resources.md"},
+    "gpu.md": {"gpu resources": "gpu/resources.md", "gpu executed": "gpu/executed.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
     "adapters.md": {
         "adapters": "adapters/table.md",

@@ -84,11 +84,11 @@ def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
     does not depend on the length of a reflector, so no derivative of Q does either.
     """
     V = _reflectors(V, triangular)
-    scale = _scale(V.detach())
+    scale = scale_of(V.detach())
     return _cut(V / scale, k), scale
 
 
-def _scale(V: Tensor) -> Tensor:
+def scale_of(V: Tensor) -> Tensor:
     """The largest entry of every row, rounded down to a power of two: (B, r, 1). Its mantissa's bits are set to zero.
 
     No less than the smallest normal number, so that a row of zeros is divided by something.

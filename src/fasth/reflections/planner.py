@@ -468,6 +468,20 @@ def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, tria
     return rows > thin_crossover_by_rule(n, m, r_U, r_V, k)
 
 
+def forms_at_once(R: Tensor, sigma: Tensor | None) -> bool:
+    """Whether W of the compact reflectors in R: (n, m) is formed by ``formed.py``: where launches take the time.
+
+    That is on a GPU, up to d = 2048, unless the kernels apply the reflections to the identity in nine.
+    """
+    n, m = R.shape
+    if R.device.type not in ("cuda", "meta") or max(n, m) > LONGEST or min(n, m) == 0:
+        return False
+    where = _where(R, R, sigma)
+    if where.backend == TRITON:
+        return not kernels_pay(min(n, m), min(n, m), max(n, m), where)
+    return where.backend == TORCH
+
+
 def _forming_pays_on_gpu(rows: int, formed: int, d: int) -> bool:
     """``formed``: the rows of the identity that the reflections are applied to."""
     return rows > FORMING_ROWS * formed and rows * d > KERNEL_NUMBERS
