@@ -103,9 +103,9 @@ template <class T> class SavedTensor {
     template <int products>
     SavedTensor(const Product<T> (&product)[products], Index batch, int save, Index inner, Index output)
         : inner_size(round_up(inner, padding)), output_size(round_up(output, padding)) {
-        for (const Product<T> &of : product) {
-            const Saved<T> &saved = of.saved;
-            if (save >= 1) T_size += batch * saved.factors_size(), scales_size += batch * saved.blocks * saved.K;
+        for (const Product<T> &side : product) {
+            const Saved<T> &saved = side.saved;
+            if (save >= 1) T_size += batch * saved.T_size(), scales_size += batch * saved.blocks * saved.K;
             if (save >= 2) Z_size += batch * saved.blocks * saved.M * saved.K;
             if (save >= 3) A_size += batch * std::max<Index>(saved.blocks - 1, 0) * saved.D * saved.M, flag_size = padding;
         }
@@ -134,11 +134,11 @@ template <class T> class SavedTensor {
             start += size;
             return part(start - size, size);
         };
-        T *factors = next(T_size), *scales = next(scales_size), *Z = next(Z_size), *A = next(A_size);
-        for (Product<T> &of : product) {
-            Saved<T> &saved = of.saved;
-            saved.factors = factors, saved.all_scales = scales, saved.Z = Z, saved.A = A;
-            if (factors) factors += saved.factors_size(), scales += saved.blocks * saved.K;
+        T *all_T = next(T_size), *scales = next(scales_size), *Z = next(Z_size), *A = next(A_size);
+        for (Product<T> &side : product) {
+            Saved<T> &saved = side.saved;
+            saved.all_T = all_T, saved.all_scales = scales, saved.Z = Z, saved.A = A;
+            if (all_T) all_T += saved.T_size(), scales += saved.blocks * saved.K;
             if (Z) Z += saved.blocks * saved.M * saved.K;
             if (A) A += std::max<Index>(saved.blocks - 1, 0) * saved.D * saved.M;
         }
@@ -187,7 +187,7 @@ Product<T> householder_product(const Tensor &x, const Tensor &V, const Plan &pla
 template <class T> Call<T, 1> householder_call(const Product<T> &product, Index batch, int threads, bool forward) {
     const Problem<T> &p = product.p;
     const Index work = batch * round_up(p.m, p.packet) * p.reflectors() * p.d, bytes = p.r * p.d * Index(sizeof(T));
-    const bool finds_T = forward || !product.saved.factors;
+    const bool finds_T = forward || !product.saved.all_T;
     const Schedule schedule(p, batch, work, bytes, p.panels(), threads, !forward);
     return {schedule, {product}, finds_T, product.dV.data != nullptr, {}};
 }
@@ -306,7 +306,7 @@ struct SVDFactors {
         const Index bytes = (v.r * v.d + (shared ? 0 : u.r * u.d)) * Index(sizeof(T));
         // How many members both products have panels for; one without reflections is no reason to be fewer.
         const Index panels = std::min(v.blocks() ? v.panels() : u.panels(), u.blocks() ? u.panels() : v.panels());
-        const bool finds_T = forward || !(product[0].saved.factors || product[1].saved.factors);
+        const bool finds_T = forward || !(product[0].saved.all_T || product[1].saved.all_T);
         const Schedule schedule(v, 1, work, bytes, panels, threads, !forward);
         return {schedule, {product[0], product[1]}, finds_T, !forward, {dsigma, dbias}};
     }
@@ -338,7 +338,7 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
         const Problem<T> &v = product[0].p, &u = product[1].p;
         const Index operations = round_up(rows, v.packet) * (v.reflectors() * v.d + u.reflectors() * u.d);
         const bool suit = suit_a_team(product[0], operations, threads) && suit_a_team(product[1], operations, threads);
-        for (Product<T> &of : product) set_layout(of.p, suit || are_few<T>(rows), plan.save == 3);
+        for (Product<T> &side : product) set_layout(side.p, suit || are_few<T>(rows), plan.save == 3);
         const Tensor out = x.new_with_last(n);
         SavedTensor<T> saved(product, 1, plan.save, plan.save ? rows * m : 0, plan.copy_output ? rows * n : 0);
         saved.make(x, plan.save || plan.copy_output);
@@ -385,7 +385,7 @@ inline nb::object svd_linear_backward(nb::handle g_, nb::handle output_, nb::han
             saved.give(product);
             const bool has_A = plan.save == 3 && (needs_U || needs_V);
             const bool few_rows = (are_few<T>(rows) || saved.is_row_major()) && (has_A || !(needs_U || needs_V));
-            for (Product<T> &of : product) set_layout(of.p, few_rows, has_A);
+            for (Product<T> &side : product) set_layout(side.p, few_rows, has_A);
             const Tensor dx = needed(0) ? g.new_with_last(m) : Tensor();
             const Tensor dU = needs_U ? factors.U.new_gradient() : Tensor();
             const Tensor dsigma = factors.sigma.here() && needed(2) ? factors.sigma.new_contiguous() : Tensor();

@@ -12,9 +12,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
-from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products
+from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products, times_signs
 from fasth.reflections.plan import COMPOSED, CORE, DTYPES, FORMS, FULL, TORCH, TRIANGULAR, TRITON, Plan
 from fasth.reflections.planner import plan_householder, plan_svd_linear
 
@@ -87,6 +88,7 @@ def svd_linear(
     bias: Tensor | None = None,
     *,
     form: str = "compact",
+    signs: Tensor | None = None,
     of_identity: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
@@ -102,6 +104,7 @@ def svd_linear(
         bias: (n,).
         form: with "compact" reflectors, sigma_i is multiplied by the signs of the entries (i, i) of U and V, or of the
             matrix that holds both: −1 where that is negative. Their gradient is ``with_sign_guard``'s.
+        signs: (1, k) or (2, k): sigma_i is multiplied by the signs of column i too. Full reflectors have them apart.
         of_identity: x is the identity, to form W.
 
     Returns:
@@ -112,16 +115,18 @@ def svd_linear(
     if autocast_enabled(x):
         x = as_reflectors(x, U.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return svd_linear(x, U, sigma, V, bias, form=form)
+            return svd_linear(x, U, sigma, V, bias, form=form, signs=signs)
     of_identity &= bias is None  # with a bias the output is not x Wᵀ, which is what has to be saved
     plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form), of_identity=of_identity)
+    if signs is not None and (plan.forms_matrix or plan.backend != TRITON or is_compiling()):
+        sigma, signs = times_signs(sigma, signs), None  # the kernels multiply by them as they read sigma
     if plan.forms_matrix:
         if sigma is None or len(sigma) == min(n, m):
             return F.linear(x, svd_dense(U, sigma, V, form=form), bias)
         A, B = svd_thin(U, sigma, V, form=form)
         return F.linear(F.linear(x, A), B, bias)
     if plan.backend in (CORE, TRITON):
-        return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, plan)
+        return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, signs, plan)
     _check_one_dtype(x, U, sigma, V, bias)  # the others take tensors of one dtype only
 
     def multiply(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
@@ -294,7 +299,7 @@ def check_rows(x: Tensor, n: int, m: int) -> None:
 def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: int, m: int) -> None:
     if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[-1] != m:
         check_rows(x, n, m)
-    if sigma is not None and len(sigma) > min(n, m):
+    if sigma is not None and sigma.shape[0] > min(n, m):
         raise ValueError(
             f"`sigma` should have at most {min(n, m)} singular values for a weight of shape {(n, m)}; "
             f"got {_shape(sigma)}"

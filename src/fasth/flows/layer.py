@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fasth.nn import (
@@ -58,34 +57,39 @@ def written(shape: tuple[int | str, ...]) -> str:
 def forward(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """y = W x + bias and log |det ∂y/∂x|.  x: (batch, *event) → (batch, *event) and (batch,)."""
     check_batch(layer, x)
-    y, logabsdet = layer.forward_and_logabsdet(x)
-    return y, _for_samples(logabsdet, x.shape[:1])
+    return both_of_any_batch(layer.forward_and_logabsdet, layer, x)
 
 
 def inverse(layer: Any, y: Tensor) -> tuple[Tensor, Tensor]:
     """x = W⁻¹ (y − bias) and log |det ∂x/∂y|.  y: (batch, *event) → (batch, *event) and (batch,)."""
     check_batch(layer, y)
-    return layer.inverse(y), -logabsdet(layer, y)
+    return both_of_any_batch(layer.inverse_and_logabsdet, layer, y)
 
 
 def logabsdet(layer: Any, x: Tensor) -> Tensor:
     """log |det| of the layer as a map of one sample, for every sample.  x: (*, *event) → (*)."""
     batch = x.ndim - len(event_shape(layer))
     positions = x.shape[batch + 1 :]  # after the channels of a convolution
-    return _for_samples(layer.logabsdet(*positions), x.shape[:batch])
-
-
-def _for_samples(logabsdet: Tensor, batch: torch.Size) -> Tensor:
-    """A copy for every sample: flow libraries sum determinants in place."""
-    return logabsdet.expand(batch).clone()
+    return layer.logabsdet(*positions).expand(x.shape[:batch]).clone()  # flow libraries sum determinants in place
 
 
 def of_any_batch(function: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:
-    """``function``, the layer or its inverse, of x: (*, *event). A convolution takes one batch dimension, or none."""
+    """``function``, the layer or its inverse, of x: (*, *event)."""
+    return function(_with_one_batch(layer, x)).reshape(x.shape)
+
+
+def both_of_any_batch(
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], layer: Any, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``function``, which gives a log-determinant as well, of x: (*, *event) → (*, *event) and (*)."""
+    y, logabsdet = function(_with_one_batch(layer, x))
+    return y.reshape(x.shape), logabsdet.expand(x.shape[: x.ndim - len(event_shape(layer))]).clone()
+
+
+def _with_one_batch(layer: Any, x: Tensor) -> Tensor:
+    """x with at most one batch dimension, which is all that a convolution takes."""
     batch = x.ndim - len(event_shape(layer))
-    if batch < 2 or isinstance(layer, _LINEAR):
-        return function(x)
-    return function(x.flatten(0, batch - 1)).reshape(x.shape)
+    return x if batch < 2 or isinstance(layer, _LINEAR) else x.flatten(0, batch - 1)
 
 
 def check_batch(layer: Any, x: Tensor) -> None:

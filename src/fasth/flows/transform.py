@@ -9,7 +9,7 @@ from torch.distributions import constraints
 from torch.distributions.transforms import Transform
 
 from fasth import _private
-from fasth.flows.layer import event_shape, invertible, logabsdet, of_any_batch
+from fasth.flows.layer import both_of_any_batch, event_shape, invertible, logabsdet, of_any_batch
 
 __all__ = ["SVDTransform"]
 
@@ -52,6 +52,10 @@ class SVDTransform(Transform, nn.Module):
 
     def _inverse(self, y: Tensor) -> Tensor:
         return of_any_batch(self.layer.inverse, self.layer, y)
+
+    def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """y and log |det ∂y/∂x|, with the singular values computed once for both: (*, *event) and (*)."""
+        return both_of_any_batch(self.layer.forward_and_logabsdet, self.layer, x)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """log |det ∂y/∂x| = Σ log |σ|, for each position of a convolution: (*), the shape of the batch.  O(d)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -80,8 +80,7 @@ class _ConvSVD(SVDFactors):
         """
         self._check_invertible("forward_and_logabsdet")
         sigma = self._sigma()
-        positions = math.prod(input.shape[-len(self.kernel_size) :])
-        return self._run(input, sigma), positions * log_abs_product(sigma)
+        return self._run(input, sigma), self._log_abs_det(input.shape[-len(self.kernel_size) :], sigma)
 
     def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
         """``forward``. ``sigma``: the singular values, if they are known."""
@@ -137,13 +136,27 @@ class _ConvSVD(SVDFactors):
         A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
         """
         self._check_invertible("inverse")
+        return self._solve(y, self._sigma())
+
+    def inverse_and_logabsdet(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``inverse(y)``, and log |det| of it as a map of one sample, a scalar: σ is computed once for both."""
+        self._check_invertible("inverse_and_logabsdet")
+        sigma = self._sigma()
+        return self._solve(y, sigma), -self._log_abs_det(y.shape[-len(self.kernel_size) :], sigma)
+
+    def _solve(self, y: Tensor, sigma: Tensor) -> Tensor:
+        """W⁻¹ (y − bias) at every position."""
         if self.bias is not None:
             y = y - self.bias.reshape(-1, *(1 for _ in self.kernel_size))
-        return self._convolve(y, self.svd.inverse().dense().reshape(self._kernel_shape()))
+        return self._convolve(y, self._svd(sigma).inverse().dense().reshape(self._kernel_shape()))
 
     def _logabsdet(self, *positions: int) -> Tensor:
         self._check_invertible("logabsdet")
-        return math.prod(positions) * self.svd.logabsdet()
+        return self._log_abs_det(positions, self._sigma())
+
+    def _log_abs_det(self, positions: Sequence[int], sigma: Tensor) -> Tensor:
+        zeros = self.in_channels - sigma.shape[-1]  # the singular values of a layer of lower rank that are not stored
+        return math.prod(positions) * log_abs_product(F.pad(sigma, (0, zeros)) if zeros else sigma)
 
     def _check_invertible(self, what: str) -> None:
         no_padding = isinstance(self.padding, str) or not any(self.padding)  # "same" and "valid" add none to 1×1

@@ -15,7 +15,7 @@ from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact, with_diagonal
-from fasth.reflections.autograd import diagonal_signs, signs_of
+from fasth.reflections.autograd import diagonal_signs, signs_of, times_signs
 from fasth.reflections.blocked import expand_compact
 from fasth.spectrum import Spectrum, free
 
@@ -88,7 +88,10 @@ class SVDFactors(Factored):
     @property
     def svd(self) -> SVD:
         """W = U Σ Vᵀ as its factors, differentiable."""
-        sigma = self.spectrum(self.sigma)
+        return self._svd(self._sigma())
+
+    def _svd(self, sigma: Tensor) -> SVD:
+        """W with these singular values."""
         if self.form == "full":
             U, V, (U_signs, V_signs) = self.U, self.V, signs_of(self.signs).to(sigma.dtype)
             return SVD(Orthogonal(U, signs=U_signs), sigma, Orthogonal(V, signs=V_signs))
@@ -104,7 +107,7 @@ class SVDFactors(Factored):
         """The reflectors of U, σ, by default computed, and the reflectors of V, as ``svd_linear`` takes them."""
         sigma = self.spectrum(self.sigma) if sigma is None else sigma
         if self.form == "full":
-            return self.U, sigma * signs_of(self.signs).prod(0).to(sigma.dtype), self.V
+            return self.U, times_signs(sigma, self.signs), self.V
         if self._is_thin:
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None

@@ -54,7 +54,7 @@ class _Linear(Factored):
         """
         self._check_square("forward_and_logabsdet")
         sigma = self._sigma()
-        return self._run(input, sigma), log_abs_product(sigma)
+        return self._run(input, sigma), self._log_abs_det(sigma)
 
     def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
         """``forward``. ``sigma``: the singular values, if they are known."""
@@ -75,8 +75,8 @@ class _Linear(Factored):
         """x Wᵀ + bias from the factors."""
         raise NotImplementedError
 
-    def _inverse(self) -> SVD | Orthogonal:
-        """W⁻¹ as its factors."""
+    def _inverse(self, sigma: Tensor) -> SVD | Orthogonal:
+        """W⁻¹ as its factors, from the singular values or the eigenvalues."""
         raise NotImplementedError
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -85,11 +85,30 @@ class _Linear(Factored):
         About the cost of the forward pass. A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
         """
         self._check_square("inverse")
+        return self._solve(y, self._sigma())
+
+    def inverse_and_logabsdet(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``inverse(y)``, and log |det W⁻¹|, a scalar: σ is computed once for both.  y: (*, d) → (*, d) and ()."""
+        self._check_square("inverse_and_logabsdet")
+        sigma = self._sigma()
+        return self._solve(y, sigma), -self._log_abs_det(sigma)
+
+    def logabsdet(self) -> Tensor:
+        """log |det W| = Σ log |σ|: a scalar, −inf where W is singular, for square W. O(d)."""
+        self._check_square("logabsdet")
+        return self._log_abs_det(self._sigma())
+
+    def _solve(self, y: Tensor, sigma: Tensor) -> Tensor:
+        """W⁻¹ (y − bias)."""
         check_tensor("y", y)
         if y.ndim < 1 or y.shape[-1] != self.out_features:
             raise ValueError(f"`y` should have last dimension {self.out_features}; got shape {tuple(y.shape)}")
         y = y if self.bias is None else y - self.bias
-        return y @ self._inverse().mT
+        return y @ self._inverse(sigma).mT
+
+    def _log_abs_det(self, sigma: Tensor) -> Tensor:
+        zeros = self.in_features - sigma.shape[-1]  # the singular values of a layer of lower rank that are not stored
+        return log_abs_product(F.pad(sigma, (0, zeros)) if zeros else sigma)
 
     def _check_square(self, what: str) -> None:
         if self.in_features != self.out_features:
@@ -189,6 +208,9 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+        if self.form == "full":  # the GPU kernels multiply sigma by the signs as they read it
+            sigma = self.spectrum(self.sigma) if sigma is None else sigma
+            return svd_linear(x, self.U, sigma, self.V, self.bias, form="full", signs=self.signs)
         U, sigma, V = self._factors(sigma)
         return svd_linear(x, U, sigma, V, self.bias, form=self.form)
 
@@ -215,13 +237,8 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
     def _decompose(self, weight: Tensor) -> Factors:
         return self._decompose_matrix(self._matching(weight, (self.out_features, self.in_features)))
 
-    def _inverse(self) -> SVD:
-        return self.svd.inverse()
-
-    def logabsdet(self) -> Tensor:
-        """log |det W| = Σ log |σ|: a scalar, −inf where W is singular, for square W. O(d)."""
-        self._check_square("logabsdet")
-        return self.svd.logabsdet()
+    def _inverse(self, sigma: Tensor) -> SVD:
+        return self._svd(sigma).inverse()
 
     def extra_repr(self) -> str:
         rank = f", rank={self.rank}" if self._is_thin else ""
@@ -290,8 +307,11 @@ class LinearSymmetric(_Linear):
     @property
     def eig(self) -> Symmetric:
         """W = U Λ Uᵀ as its factors, differentiable."""
+        return self._eig(self._sigma())
+
+    def _eig(self, sigma: Tensor) -> Symmetric:
         U = Orthogonal.of_stored(self.reflectors) if self.form == "compact" else Orthogonal(self.reflectors)
-        return Symmetric(U, self.spectrum(self.sigma))
+        return Symmetric(U, sigma)
 
     def _weight(self) -> Tensor:
         return self.eig.dense()
@@ -305,12 +325,8 @@ class LinearSymmetric(_Linear):
         tensors = self._as_parameters(eig.U.V, eig.sigma)
         return Factors(tensors, relative_change(eig.sigma, self.spectrum(tensors["sigma"])))
 
-    def _inverse(self) -> SVD:
-        return self.eig.inverse()
-
-    def logabsdet(self) -> Tensor:
-        """log |det W| = Σ log |λ|: a scalar, −inf where W is singular. O(d)."""
-        return self.eig.logabsdet()
+    def _inverse(self, sigma: Tensor) -> SVD:
+        return self._eig(sigma).inverse()
 
     @staticmethod
     def _sizes_of(linear: nn.Linear) -> tuple[int, ...]:
@@ -416,13 +432,8 @@ class LinearOrthogonal(_Linear):
         V = compact_from_dense(W.mT if self.out_features < self.in_features else W)
         return Factors(self._as_parameters(V), relative_change(sigma, torch.ones_like(sigma)))
 
-    def _inverse(self) -> Orthogonal:
+    def _inverse(self, sigma: Tensor) -> Orthogonal:
         return self.orthogonal.mT
-
-    def logabsdet(self) -> Tensor:
-        """log |det W| = 0: a scalar, for square W."""
-        self._check_square("logabsdet")
-        return self.reflectors.new_zeros(())
 
 
 def _initial(like: Tensor, init: str) -> Tensor:

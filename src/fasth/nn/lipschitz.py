@@ -18,13 +18,13 @@ from fasth.nn.conv import Conv1dSVD, Conv2dSVD
 from fasth.nn.conv_svd_map import Conv1dMapSVD, Conv2dMapSVD
 from fasth.nn.factored import at_least_one, check_dtype
 from fasth.nn.held_weight import held_weights
+from fasth.nn.image_map import ImageMap
 from fasth.nn.linear import LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.nn.orthogonal_conv import (
     Conv1dOrthogonal,
     Conv2dOrthogonal,
     ConvTranspose1dOrthogonal,
     ConvTranspose2dOrthogonal,
-    ImageMap,
 )
 
 __all__ = [

@@ -39,7 +39,7 @@ class Householder(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, V, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:2]
-        if _has_to_compose(g, plan.backend):
+        if has_to_compose(g, plan.backend):
             if x is None:  # any value will do: V needs no gradient
                 x = V.new_zeros(g.shape, requires_grad=True)
 
@@ -48,55 +48,68 @@ class Householder(torch.autograd.Function):
 
             dx, dV = _gradients_by_autograd(multiply, (x, V), g, needs)
             return dx, dV if dV is None or plan.form != COMPACT else with_sign_guard(dV, V), None
-        dx, dV = _on_backend(plan, "householder_backward", g, output, V, saved, needs)
-        return dx if needs[0] else None, dV if needs[1] else None, None
+        return *_on_backend(plan, "householder_backward", g, output, V, saved, needs), None
 
 
 class SVDLinear(torch.autograd.Function):
     """x, U, sigma, V, bias ↦ x Wᵀ + bias with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ.  x: (*, m) → (*, n).
 
-    On the core or by the kernels. As in ``functional.svd_linear``, all but x and U may be None.
+    On the core or by the kernels. As in ``functional.svd_linear``, all but x and U may be None. Only the kernels take
+    ``signs``, which get no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
+        ctx: Any,
+        x: Tensor,
+        U: Tensor,
+        sigma: Tensor | None,
+        V: Tensor | None,
+        bias: Tensor | None,
+        signs: Tensor | None,
+        plan: Plan,
     ) -> Tensor:
-        out, *saved = _on_backend(plan, "svd_linear", x, U, sigma, U if plan.symmetric else V, bias)
+        options = {} if signs is None else {"signs": signs}
+        out, *saved = _on_backend(plan, "svd_linear", x, U, sigma, U if plan.symmetric else V, bias, **options)
         ctx.plan = plan
-        ctx.save_for_backward(x, U, sigma, V, bias, None if plan.copy_output else out, *saved)
+        ctx.save_for_backward(x, U, sigma, V, bias, signs, None if plan.copy_output else out, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, U, sigma, V, bias, output, *saved = ctx.saved_tensors
+        x, U, sigma, V, bias, signs, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:5]
-        if _has_to_compose(g, plan.backend):
+        if has_to_compose(g, plan.backend):
 
             def product(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
                 k = min(plan.block_size, *V.shape) if len(V) else 1
                 return Householder.apply(x, V, Plan(TORCH, form, transpose, k, SAVE_T))
 
             def multiply(x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None) -> Tensor:
+                sigma = sigma if signs is None else times_signs(sigma, signs)
                 return svd_by_products(product, x, U, sigma, U if plan.symmetric else V, bias, plan.form)
 
-            return *_gradients_by_autograd(multiply, (x, U, sigma, V, bias), g, needs), None
+            return *_gradients_by_autograd(multiply, (x, U, sigma, V, bias), g, needs), None, None
         V = U if plan.symmetric else V
-        found = _on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs)
-        return *(t if need else None for t, need in zip(found, needs, strict=True)), None
+        options = {} if signs is None else {"signs": signs}
+        found = _on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs, **options)
+        return *found, None, None
 
 
 # Where the work is done.
 
 
-def _on_backend(plan: Plan, name: str, *arguments: Any) -> Sequence[Any]:
-    """Calls the function of that name, which every backend has: with the arguments and the plan."""
+def _on_backend(plan: Plan, name: str, *arguments: Any, **options: Any) -> Sequence[Any]:
+    """Calls the function of that name, which every backend has: with the arguments and the plan.
+
+    ``options``: what only the kernels take.
+    """
     if plan.backend == TORCH:
         return _BLOCKED[name](*arguments, plan)
     if is_compiling():
-        return getattr(operators_for_compile, name)(*arguments, plan)
+        return operators_for_compile.call(name, *arguments, plan)
     if plan.backend == TRITON:
-        return getattr(kernels(), name)(*arguments, plan)
+        return getattr(kernels(), name)(*arguments, plan, **options)
     return getattr(compiled._core, name)(*arguments, plan, torch.get_num_threads())
 
 
@@ -107,15 +120,13 @@ def kernels() -> Any:
     return launch
 
 
-def _has_to_compose(g: Tensor, backend: str) -> bool:
+def has_to_compose(g: Tensor, backend: str) -> bool:
     """True for a second derivative, and where the backend cannot read g, as in a batch of gradients."""
     if torch.is_grad_enabled():
         return True
     if is_compiling():
         return False
-    if backend == CORE:
-        return not compiled.core().accepts(g)
-    return not _has_memory(g)
+    return not (compiled._core.accepts(g) if backend == CORE else _has_memory(g))
 
 
 def _has_memory(t: Tensor) -> bool:
@@ -232,6 +243,12 @@ def signed_sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -
             missing = len(sigma) - len(signs)
             sigma = sigma * (F.pad(signs, (0, missing), value=1.0) if missing else signs)
     return sigma
+
+
+def times_signs(sigma: Tensor | None, signs: Tensor) -> Tensor:
+    """sigma: (k,), or ones, times the signs of all rows: (n, k); constants to autograd."""
+    product = signs_of(signs).prod(0)
+    return product if sigma is None else sigma * product.to(sigma.dtype)
 
 
 def diagonal_signs(reflectors: Tensor, k: int) -> Tensor:

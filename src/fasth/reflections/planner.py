@@ -105,7 +105,10 @@ def plan_svd_linear(
 
     ``of_identity``: x is the identity, to form W, which may be saved itself.
     """
-    (r_U, n), (r_V, m) = (U.shape[::-1], U.shape) if V is None else (U.shape, V.shape)
+    if V is None:
+        n, m = r_V, r_U = U.shape
+    else:
+        (r_U, n), (r_V, m) = U.shape, V.shape
     k = min(n, m) if sigma is None else sigma.shape[0]
     needs = False, False
     if torch.is_grad_enabled():
@@ -117,7 +120,7 @@ def plan_svd_linear(
 
 
 def _where(reflectors: Tensor, *tensors: Tensor | None) -> Where:
-    backend, device = backend_for(*tensors), reflectors.device.type
+    backend, device = backend_for(*tensors), "cpu" if reflectors.is_cpu else reflectors.device.type
     threads = torch.get_num_threads() if device == "cpu" and not is_compiling() else 0
     return Where(backend, device, reflectors.dtype, threads, backend == COMPOSED and _private.is_exporting())
 
@@ -443,8 +446,8 @@ def forming_pays(rows: int, r: int, d: int, triangular: bool, where: Where, side
     if on_cpu and rows <= d:
         return False
     found = _tuned(d, where) if r == d else None
-    if found is None and not on_cpu:
-        return _forming_pays_on_gpu(rows, r, d)
+    if found is None and not on_cpu:  # a row takes 12·r·d operations by the reflections, and 6·d² by Q
+        return 2 * r > d and _forming_pays_on_gpu(rows, d, d)
     by_rule = crossover_by_rule(r, d, triangular, sides)
     if found is None:
         return rows > by_rule

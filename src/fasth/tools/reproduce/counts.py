@@ -101,18 +101,18 @@ class _Counter(TorchDispatchMode):
 
     def __enter__(self) -> _Counter:
         if find_spec("triton"):
-            from fasth.reflections.triton import launch
+            from fasth.reflections.triton import launching
 
-            launch.observers.append(self._launch)
+            launching.observers.append(self._launch)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if find_spec("triton"):
-            from fasth.reflections.triton import launch
+            from fasth.reflections.triton import launching
 
-            launch.observers.remove(self._launch)
+            launching.observers.remove(self._launch)
 
     def _launch(self, kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> None:
         """Counts the launch of a Triton kernel, which the dispatcher does not see."""
@@ -214,6 +214,8 @@ _WRITTEN = {
     "sweep": {"OUT", "COPY", "Z", "STATES"},
     "gradient": {"DV"},
     "sums_over_rows": {"DSIGMA", "DBIAS"},
+    "recurrence": {"OUT"},
+    "recurrence_backward": {"DX", "DH0"},
 }
 
 
@@ -238,6 +240,11 @@ def _gradient(a: dict[str, Any]) -> tuple[int, int]:
     return B * (4 * a["m"] * r * d + 2 * a["GROUP"] * r * (d + a["m"] * tiles)), _stored(a, r)
 
 
+def _of_recurrence(a: dict[str, Any]) -> tuple[int, int]:
+    """And the cache serves W, which every step reads."""
+    return 2 * a["times"] * a["batch"] * a["h"] ** 2, 0
+
+
 def _of_sums(a: dict[str, Any]) -> tuple[int, int]:
     return a["m"] * (2 * a["k"] + a["n"]), 0
 
@@ -247,4 +254,6 @@ _KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "sweep": _of_sweep,
     "gradient": _gradient,
     "sums_over_rows": _of_sums,
+    "recurrence": _of_recurrence,
+    "recurrence_backward": _of_recurrence,
 }
