@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import script
+from processes import script, script_alone
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -721,7 +721,7 @@ def test_other_python_threads_run_meanwhile(what):
 
 @linux_only
 def test_shares_the_threads_of_torch():
-    script("""
+    script_alone("""
 import os, re, torch
 from fasth.reflections import core
 from fasth.reflections.plan import CORE, Plan
@@ -764,7 +764,7 @@ def test_inside_another_parallel_region():
 
 @linux_only
 def test_after_a_fork():
-    script("""
+    script_alone("""
 import multiprocessing, torch
 from fasth.tools.problems import *
 from test_core import draw, from_core, from_definition
@@ -828,7 +828,7 @@ def test_a_large_gradient_is_a_tensor_like_any_other():
 @linux_only
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer reserves terabytes")
 def test_running_out_of_memory_is_a_python_error():
-    script("""
+    script_alone("""
 import resource, torch
 from fasth.reflections import core
 from fasth.reflections.plan import CORE, Plan
