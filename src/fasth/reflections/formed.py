@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasth.reflections import blocked
-from fasth.reflections.autograd import _gradients_by_autograd, _has_to_compose, signed_sigma, with_sign_guard
+from fasth.reflections.autograd import _gradients_by_autograd, has_to_compose, signed_sigma, with_sign_guard
 from fasth.reflections.plan import COMPACT, TORCH
 from fasth.reflections.precision import ieee_products
 
@@ -41,7 +41,7 @@ class Formed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         R, sigma, *saved = ctx.saved_tensors
-        if _has_to_compose(g, TORCH):
+        if has_to_compose(g, TORCH):
             needs = ctx.needs_input_grad
             dR, dsigma = _gradients_by_autograd(lambda R, sigma: form(R, sigma)[0], (R, sigma), g, needs)
         else:
