@@ -126,7 +126,7 @@ def _has_to_compose(g: Tensor, backend: str) -> bool:
         return True
     if is_compiling():
         return False
-    return not (compiled._core.accepts(g) if backend == CORE else _has_memory(g))
+    return not (compiled.core().accepts(g) if backend == CORE else _has_memory(g))
 
 
 def _has_memory(t: Tensor) -> bool:
