@@ -126,7 +126,8 @@ def _has_to_compose(g: Tensor, backend: str) -> bool:
         return True
     if is_compiling():
         return False
-    return not (compiled.core().accepts(g) if backend == CORE else _has_memory(g))
+    core: Any = compiled._core
+    return not (core.accepts(g) if backend == CORE else _has_memory(g))
 
 
 def _has_memory(t: Tensor) -> bool:
