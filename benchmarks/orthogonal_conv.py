@@ -3,6 +3,7 @@
     --speed       a training step, 16 images, circular padding                    conv/speed.md
     --rule        rotations and shifts applied to pixels, beside the kernel        conv/rule.md
     --exactness   singular values of the map after 10⁴ steps at a high rate       conv/exactness.md
+    --inverse     Conv2dMapSVD's beside the sequential solve of emerging ones      conv/inverse.md
 
 Peers, of which those that are installed are compared: orthogonium (AOC, and of its legacy folder Cayley and SOC, which
 need einops) and deel-torchlip. ``make readme`` puts the tables into docs/convolutions.md.
@@ -208,6 +209,62 @@ def exactness(options: argparse.Namespace) -> Table:
     return Table(f"σ of the map after {options.steps:,} steps of Adam, 3×3, {c} channels, float32", columns, rows)
 
 
+class Emerging(nn.Module):
+    """Two autoregressive 3×3 convolutions in opposite orders of pixels (Hoogeboom et al., 2019), with zero padding."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.kernels = [self._kernel(c), self._kernel(c)]
+
+    @staticmethod
+    def _kernel(c: int) -> Tensor:
+        """Taps before the middle one as they are; the middle one lower triangular."""
+        kernel = torch.randn(c, c, 3, 3) / (3 * c**0.5) / 4
+        kernel[:, :, 1, 2:], kernel[:, :, 2] = 0, 0
+        kernel[:, :, 1, 1] = kernel[:, :, 1, 1].tril(-1) + torch.eye(c)
+        return kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.kernels
+        y = nn.functional.conv2d(x, first, padding=1)
+        return nn.functional.conv2d(y.flip(-1, -2), second, padding=1).flip(-1, -2)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        first, second = self.kernels
+        return self._solved(self._solved(y.flip(-1, -2), second).flip(-1, -2), first)
+
+    @staticmethod
+    def _solved(y: Tensor, kernel: Tensor) -> Tensor:
+        """Pixel after pixel: a product with the taps of pixels that are known, and a triangular solve."""
+        x = nn.functional.pad(torch.zeros_like(y), (1, 1, 1, 0))
+        known, middle = kernel[:, :, :2].flatten(1).clone(), kernel[:, :, 1, 1]
+        known[:, 4::6], known[:, 5::6] = 0, 0
+        for i in range(y.shape[2]):
+            for j in range(y.shape[3]):
+                rest = y[:, :, i, j] - x[:, :, i : i + 2, j : j + 3].flatten(1) @ known.mT
+                x[:, :, i + 1, j + 1] = torch.linalg.solve_triangular(middle, rest.mT, upper=False).mT
+        return x[:, :, 1:, 1:-1]
+
+
+@torch.no_grad()
+def inverse(options: argparse.Namespace) -> Table:
+    rows = []
+    for c, size in ((4, 14), (16, 7), (12, 16), (48, 8)):
+        layers = {"fasth": fasth.Conv2dMapSVD(c, c, 3, 1, "same", padding_mode="circular"), "emerging": Emerging(c)}
+        x, calls = torch.randn(64, c, size, size), {}
+        for name, layer in layers.items():
+            y = layer(x)
+            if (error := (layer.inverse(y) - x).abs().max().item()) > 1e-3:
+                raise SystemExit(f"wrong: the inverse of {name} is off by {error:.1e}")
+            calls[name] = lambda layer=layer, y=y: layer.inverse(y)
+        found = measure(calls, options.rounds, options.time_limit)
+        ours, theirs = (1e3 * found[name].median for name in layers)
+        rows.append([str(c), f"{size}×{size}", f"{ours:.2f}", f"{theirs:.1f}", f"{theirs / ours:.0f}"])
+        print(*rows[-1], flush=True)
+    columns = ["channels", "image", "Conv2dMapSVD, ms", "emerging, ms", "ratio"]
+    return Table("The inverse of a 3×3 convolution, 64 images", columns, rows)
+
+
 def spread(layer: Any) -> list[str]:
     if isinstance(layer, ReshapedKernel):
         layer = argparse.Namespace(weight=layer.scale * layer.matrix.weight.unflatten(1, (-1, 3, 3)))
@@ -219,7 +276,7 @@ def spread(layer: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    measures = {"speed": speed, "rule": rule, "exactness": exactness}
+    measures = {"speed": speed, "rule": rule, "exactness": exactness, "inverse": inverse}
     for name in measures:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)

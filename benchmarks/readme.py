@@ -28,11 +28,23 @@ HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
 # By page and place in it, what commands wrote as Markdown.
 FILES = {
-    "flows.md": {"flow": "flow/tables.md"},
+    "convolutions.md": {
+        "conv speed": "conv/speed.md",
+        "conv rule": "conv/rule.md",
+        "conv exactness": "conv/exactness.md",
+        "lipschitz": "lipschitz/tables.md",
+    },
+    "flows.md": {"flow": "flow/tables.md", "flow kxk": "flow-kxk/tables.md", "conv inverse": "conv/inverse.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
-    "gpu.md": {"gpu resources": "gpu/resources.md"},
+    "gpu.md": {"gpu resources": "gpu/resources.md", "gpu executed": "gpu/executed.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
-    "adapters.md": {"adapters": "adapters/table.md"},
+    "adapters.md": {
+        "adapters": "adapters/table.md",
+        "adapter rates": "adapters/rates/table.md",
+        "adapter steps": "adapters/steps/table.md",
+        "finetune": "finetune/tables.md",
+        **{f"adapter {name}": f"adapters/{name}.md" for name in ("half", "frames", "restarts", "oft", "rotations")},
+    },
     "reliability.md": {"reliability fuzz": "reliability/fuzz.md", "reliability training": "reliability/training.md"},
 }
 

@@ -30,7 +30,8 @@ extensions = [
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|typing|pathlib|nflows|normflows|zuko|FrEIA)\..*"),  # inventories need a network
-    (r"py:.*", r"Tensor|fasth\.reflections\..*|fasth\..*\.(M|Self|Layer)"),  # torch's, internals, type variables
+    # torch's, internals, and type variables
+    (r"py:.*", r"Tensor|fasth\.nn\.held_weight\..*|fasth\.reflections\..*|fasth\..*\.(M|Self|Layer)"),
 ]
 default_role = "literal"
 exclude_patterns = ["extensions", "examples"]

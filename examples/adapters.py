@@ -29,84 +29,36 @@ from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 import fasth
-from fasth import _files
+from fasth import _files, adapters
 from fasth.tools.reproduce.tables import Table, markdown
 
-WIDTH, RANK, REFLECTORS, BATCH = 128, 4, 8, 32
+WIDTH, RANK, REFLECTIONS, BATCH = 128, 4, 8, 32
 PRETRAINING, ADAPTING, VALIDATION = 700, 200, 200  # images; the others are for the test
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 SIZES = {"seeds": (1, 4, 1), "steps": (1, 150, 40)}  # least, default, quick
 OUT = Path(__file__).parents[1] / "build" / "adapters"
 
 
-class Before(nn.Module):
-    """A frozen layer that sees its input through an orthogonal matrix: W Q x + bias."""
-
-    def __init__(self, adapter: nn.Module, layer: nn.Linear) -> None:
-        super().__init__()
-        self.adapter, self.layer = adapter, layer.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.adapter(x))
-
-    def merged_weight(self) -> Tensor:
-        return self.layer.weight @ self.adapter.weight  # type: ignore[operator]
-
-
-class Beside(nn.Module):
-    """A frozen layer and one of low rank that is added to it: (W + D) x + bias."""
-
-    def __init__(self, adapter: nn.Module, layer: nn.Linear) -> None:
-        super().__init__()
-        self.adapter, self.layer = adapter, layer.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.adapter(x)
-
-    def merged_weight(self) -> Tensor:
-        return self.layer.weight + self.adapter.weight  # type: ignore[operator]
-
-
 class LoRA(nn.Module):
-    """x ↦ B A x with B = 0 at the start."""
+    """What ours are compared with: a frozen layer and B A x, with B = 0 at the start."""
 
-    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
-        self.A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=math.sqrt(5)))
-        self.B = nn.Parameter(torch.zeros(out_features, rank))
+        self.layer = layer.requires_grad_(False)
+        self.A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), a=math.sqrt(5)))
+        self.B = nn.Parameter(torch.zeros(layer.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.A.mT @ self.B.mT
+        return self.layer(x) + x @ self.A.mT @ self.B.mT
 
-    @property
-    def weight(self) -> Tensor:
-        return self.B @ self.A
-
-
-class Reflections(nn.Module):
-    """x ↦ H₁⋯H_r x. Two equal reflections undo each other, so equal pairs are the identity to start from."""
-
-    def __init__(self, features: int, reflectors: int) -> None:
-        super().__init__()
-        pairs = F.normalize(torch.randn(reflectors // 2, features))
-        self.V = nn.Parameter(pairs.repeat_interleave(2, 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fasth.householder(x, self.V)
-
-    @property
-    def weight(self) -> Tensor:
-        return fasth.Orthogonal(self.V).dense()
+    def merged(self) -> nn.Linear:
+        with torch.no_grad():
+            self.layer.weight += self.B @ self.A
+        return self.layer
 
 
-def new_thin_svd(layer: nn.Linear) -> nn.Module:
-    thin = fasth.LinearSVD(layer.in_features, layer.out_features, bias=False, rank=RANK)
-    nn.init.zeros_(thin.sigma)
-    return thin
-
-
-def each_linear(model: nn.Sequential, new: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    return nn.Sequential(*(new(layer) if isinstance(layer, nn.Linear) else layer for layer in model))
+def lora(model: nn.Sequential) -> nn.Module:
+    return nn.Sequential(*(LoRA(layer, RANK) if isinstance(layer, nn.Linear) else layer for layer in model))
 
 
 def last_layer(model: nn.Sequential) -> nn.Module:
@@ -114,46 +66,27 @@ def last_layer(model: nn.Sequential) -> nn.Module:
     return model
 
 
-def singular_values(model: nn.Sequential) -> nn.Module:
-    svd = fasth.to_svd(model)
-    for name, parameter in svd.named_parameters():
-        parameter.requires_grad_(name.endswith("sigma"))
-    return svd
-
-
 # From a pre-trained network, which may be changed, to one that computes the same and trains what it should.
 METHODS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "all weights": lambda model: model,
     "all weights, as SVDs": fasth.to_svd,
     "the last layer": last_layer,
-    f"LoRA, rank {RANK}": lambda model: each_linear(
-        model, lambda layer: Beside(LoRA(layer.in_features, layer.out_features, RANK), layer)
+    f"LoRA, rank {RANK}": lora,
+    f"**thin SVD, rank {RANK}**": lambda model: adapters.add(model, "thin SVD", r=RANK),
+    "**singular values**": lambda model: adapters.add(model, "singular values"),
+    f"**{REFLECTIONS} reflections**": lambda model: adapters.add(model, "reflections", r=REFLECTIONS),
+    f"**{REFLECTIONS // 2} reflections a side**": lambda model: adapters.add(
+        model, "reflections", r=REFLECTIONS // 2, side="both"
     ),
-    f"**thin SVD, rank {RANK}**": lambda model: each_linear(model, lambda layer: Beside(new_thin_svd(layer), layer)),
-    "**singular values**": singular_values,
-    f"**{REFLECTORS} reflections**": lambda model: each_linear(
-        model, lambda layer: Before(Reflections(layer.in_features, REFLECTORS), layer)
-    ),
-    "**orthogonal**": lambda model: each_linear(
-        model,
-        lambda layer: Before(
-            fasth.LinearOrthogonal(layer.in_features, layer.in_features, bias=False, init="identity"), layer
-        ),
-    ),
+    "**orthogonal**": lambda model: adapters.add(model, "orthogonal"),
 }
 
 
 def merged(model: nn.Module) -> nn.Module:
     """The adapted network with the layers that it had at first, and nothing beside them."""
-
-    def merge(layer: Before | Beside) -> nn.Linear:
-        linear = copy.deepcopy(layer.layer)
-        linear.weight.data = layer.merged_weight().detach()
-        return linear
-
-    if isinstance(model, nn.Sequential) and any(isinstance(layer, (Before, Beside)) for layer in model):
-        return nn.Sequential(*(merge(layer) if isinstance(layer, (Before, Beside)) else layer for layer in model))
-    return fasth.to_dense(model)
+    if isinstance(model, nn.Sequential) and isinstance(model[0], LoRA):
+        return nn.Sequential(*(layer.merged() if isinstance(layer, LoRA) else layer for layer in model))
+    return fasth.to_dense(adapters.remove(adapters.merge(model)))
 
 
 class Digits(NamedTuple):
@@ -235,9 +168,7 @@ class Result:
     validation: float
     new: float
     old: float
-    merging_error: float = (
-        0.0  # the largest difference of the outputs before and after merging, relative to the largest of them
-    )
+    merging_error: float = 0.0  # the largest change of an output by merging, relative to the largest output
 
 
 def adapt(task: str, method: str, rate: float, seed: int, start: nn.Sequential, data: Data, steps: int) -> Result:
@@ -246,9 +177,10 @@ def adapt(task: str, method: str, rate: float, seed: int, start: nn.Sequential, 
     if rate:
         train(model, data.adapting, rate, steps, seed)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    whole = merged(model)  # what is tested is what would be deployed
     with torch.no_grad():
-        apart, together = model(data.test.images), whole(data.test.images)
+        apart = model(data.test.images)
+        whole = merged(model)  # what is tested is what would be deployed
+        together = whole(data.test.images)
         error = ((apart - together).abs().max() / apart.abs().max()).item()
     scores = (accuracy(whole, part) for part in (data.validation, data.test, data.old_test))
     return Result(task, method, rate, seed, trained, *scores, merging_error=error)

@@ -92,7 +92,7 @@ template <class T> Strided<T> matrix_of(const Tensor &t) {
 
 // What is saved for backward, in one tensor, so that a call has one allocation more: x Q_V and a copy of the output, as far as
 // they are saved; then T, the scales, Z and A of all products together; last, whether A is row-major, which may depend on the
-// number of threads. Each part is a multiple of `padding` numbers long. saved_size in plan.py gives the same size.
+// number of threads. Each part is a multiple of `padding` numbers long. saved_size in planner.py gives the same size.
 template <class T> class SavedTensor {
     Tensor tensor;
     Index inner_size, output_size, T_size = 0, scales_size = 0, Z_size = 0, A_size = 0, flag_size = 0;
@@ -152,12 +152,12 @@ template <class T> class SavedTensor {
 // Rows stay row-major where they are too few to fill a register; and where a team that has no more than a register of them for
 // each member keeps all of V, row-major too, in its second-level caches: a tenth less time at d = 128 to 256 with 32 rows.
 template <class T> bool are_few(Index m) { return has_inner_products<T> && m <= packet_size<T> / 2; }
-template <class T> bool suit_a_team(const Product<T> &product, Index operations, int threads) {
+template <class T> bool row_major_pays(const Product<T> &product, Index operations, int threads) {
     const Problem<T> &p = product.p;
     const Index members = std::min<Index>(Schedule::threads_for(operations, threads), p.panels());
     const Index bytes = p.reflectors() * p.d * Index(sizeof(T)) / (p.triangular() ? 2 : 1);
-    const bool row_major = product.V.column_stride == 1 || p.blocks() == 0;
-    return has_inner_products<T> && row_major && bytes <= Index(768) << 10 && p.m <= p.packet * members && members > 1;
+    const bool V_row_major = product.V.column_stride == 1 || p.blocks() == 0;
+    return has_inner_products<T> && V_row_major && bytes <= Index(768) << 10 && p.m <= p.packet * members && members > 1;
 }
 template <class T> void set_layout(Problem<T> &p, bool few_rows, bool has_A) {
     p.few_rows = few_rows;
@@ -202,8 +202,8 @@ inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &pla
         Product<T> product[] = {householder_product<T>(x, V, plan)};
         Problem<T> &p = product[0].p;
         const Index operations = round_up(p.m, p.packet) * p.reflectors() * p.d, batch = V.dims() == 3 ? V.size(0) : 1;
-        const bool suits = V.dims() == 2 && suit_a_team(product[0], operations, threads);
-        set_layout(p, suits || are_few<T>(p.m), plan.save == 3);
+        const bool row_major = V.dims() == 2 && row_major_pays(product[0], operations, threads);
+        set_layout(p, row_major || are_few<T>(p.m), plan.save == 3);
         const Tensor out = x.new_contiguous();
         SavedTensor<T> saved(product, batch, plan.save, 0, plan.copy_output ? out.numel() : 0);
         saved.make(x, plan.save || plan.copy_output);
@@ -214,7 +214,7 @@ inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &pla
             nb::gil_scoped_release release;
             forward(householder_call(product[0], batch, threads, true), rows, outs, copies);
         }
-        saved.set_row_major(suits);
+        saved.set_row_major(row_major);
         return saved.with(out);
     });
 }
@@ -337,8 +337,8 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
         Product<T> product[] = {factors.V_product<T>(rows), factors.U_product<T>(rows)};
         const Problem<T> &v = product[0].p, &u = product[1].p;
         const Index operations = round_up(rows, v.packet) * (v.reflectors() * v.d + u.reflectors() * u.d);
-        const bool suit = suit_a_team(product[0], operations, threads) && suit_a_team(product[1], operations, threads);
-        for (Product<T> &side : product) set_layout(side.p, suit || are_few<T>(rows), plan.save == 3);
+        const bool row_major = row_major_pays(product[0], operations, threads) && row_major_pays(product[1], operations, threads);
+        for (Product<T> &side : product) set_layout(side.p, row_major || are_few<T>(rows), plan.save == 3);
         const Tensor out = x.new_with_last(n);
         SavedTensor<T> saved(product, 1, plan.save, plan.save ? rows * m : 0, plan.copy_output ? rows * n : 0);
         saved.make(x, plan.save || plan.copy_output);
@@ -350,7 +350,7 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
             nb::gil_scoped_release release;
             forward(factors.call(product, threads, true), factors.diagonal(product), from, bias.data<const T>(), saved_rows, to);
         }
-        saved.set_row_major(suit);
+        saved.set_row_major(row_major);
         return saved.with(out);
     });
 }

@@ -171,9 +171,9 @@ def test_how_many_pixels_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Conv2dOrthogonal(4, 6, 3, padding=1)
     formed = []
     monkeypatch.setattr(layer, "_kernel", lambda sigma, form=layer._kernel: formed.append(1) or form(sigma))
-    layer(torch.randn(6, 4, 4, 4))  # 16·6 pixels
+    layer(torch.randn(12, 4, 4, 4))  # 32·6 pixels
     assert not formed
-    layer(torch.randn(97, 4, 1, 1))
+    layer(torch.randn(193, 4, 1, 1))
     assert len(formed) == 1
     with torch.autocast("cpu", torch.bfloat16):
         layer(torch.randn(1, 4, 2, 2))

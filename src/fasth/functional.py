@@ -16,8 +16,9 @@ from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
 from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products, times_signs
+from fasth.reflections.formed import Formed
 from fasth.reflections.plan import COMPOSED, CORE, DTYPES, FORMS, FULL, TORCH, TRIANGULAR, TRITON, Plan
-from fasth.reflections.planner import plan_householder, plan_svd_linear
+from fasth.reflections.planner import forms_at_once, plan_householder, plan_svd_linear
 
 __all__ = ["DTYPES", "FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
 
@@ -137,7 +138,10 @@ def svd_linear(
 
 
 def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact") -> Tensor:
-    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from its thin factors."""
+    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from its thin factors.
+
+    On a GPU both sides in one matrix are formed at once, unless the kernels take them: see ``reflections/formed.py``.
+    """
     _refuse_tracing()
     if autocast_enabled(U):
         with torch.autocast(U.device.type, enabled=False):
@@ -147,6 +151,8 @@ def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form:
     if k < min(n, m):
         A, B = svd_thin(U, sigma, V, form=form)
         return B @ A
+    if V is None and forms_at_once(U, sigma):
+        return Formed.apply(U, sigma)
     if V is not None and 0 in (len(U), len(V)):
         Q, empty, other = (U, V, m) if len(U) else (V, U, n)
         if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose
@@ -310,10 +316,10 @@ def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: i
 
 def _check_one_dtype(x: Tensor, *factors: Tensor | None) -> None:
     _refuse_tracing()
-    given = [t for t in factors if t is not None]
-    dtype, device = given[0].dtype, given[0].device
-    if any((t.dtype, t.device) != (dtype, device) for t in (x, *given)):
-        got = ", ".join(f"{t.dtype} on {t.device}" for t in (x, *given))
+    tensors = [x, *(t for t in factors if t is not None)]
+    dtype, device = tensors[1].dtype, tensors[1].device
+    if any((t.dtype, t.device) != (dtype, device) for t in tensors):
+        got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
     if dtype not in DTYPES:
         raise TypeError(f"the factors of the weight should be float32, float64, bfloat16 or float16; got {dtype}")

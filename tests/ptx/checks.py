@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fasth.functional import first_rows_of, reflect, svd_linear
 from fasth.nn.recurrence import Times, recurrence
 from fasth.reflections import definition
 from fasth.reflections.autograd import diagonal_signs
+from fasth.reflections.triton import launching
 from fasth.tools.twins import perturbed
 
 from . import toys
@@ -246,6 +248,14 @@ def test_nine_tenths_of_every_sector_are_used(form: str) -> None:
     assert [one.kernel for one in gpu.launches] == ["factors", "sweep", "sweep", "gradient"]
     for one in gpu.launches:
         assert one.used >= 0.9 * 32 * one.sectors, one.kernel
+
+
+def test_fused_multiply_adds_would_not_give_the_same_bits() -> None:
+    """Copies of a sum would differ in the last bit, and the result would depend on the order of stores."""
+    x, V = leaf(2, 128), leaf(128, 128)
+    with emulated(80) as gpu, patch.object(launching, "FUSE", True):
+        reflect(x, V, "full")
+    assert {what for one in gpu.launches for what, _ in one.found} & {"lanes of one store differ", "race of two warps"}
 
 
 # Barriers.

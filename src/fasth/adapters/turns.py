@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,11 @@ from fasth.nn.held_weight import HeldWeight
 from fasth.operators import Orthogonal
 from fasth.operators.matrix import computing_dtype
 
-# What the rate of `param_groups` is multiplied by, chosen by the sweeps of benchmarks/adapter_rates.py.
-REFLECTIONS_RATE, ORTHOGONAL_RATE = 1.0, 1.0
+# What the rates of `param_groups` are multiplied by, so that LoRA's best rate is near the best one here: the sweep of
+# benchmarks/adapter_rates.py. Full reflectors have lr/√2 there, and so 0.85·lr with this.
+REFLECTIONS_RATE = 1.2
+# Over the root of the features that turn together: at one rate of every number, the more of these, the larger the turn.
+ORTHOGONAL_RATE = 3.5
 
 
 class Turn(nn.Module):
@@ -146,7 +150,7 @@ class _Orthogonal(LinearOrthogonal):
     def held_weights(self) -> Iterator[HeldWeight]:
         """W, an orthogonal weight."""
         for held in super().held_weights():
-            yield held._replace(rates=(1.0, ORTHOGONAL_RATE))
+            yield held._replace(rates=(1.0, ORTHOGONAL_RATE / math.sqrt(held.shape[-1])))
 
     def _why_not_to_dense(self) -> str:
         return "it is part of an adapter"
@@ -173,7 +177,8 @@ class BlocksTurn(Turn):
 
     def held_weights(self) -> Iterator[HeldWeight]:
         """The blocks, as orthogonal weights."""
-        shape, rates = tuple(self.reflectors.shape), (1.0, ORTHOGONAL_RATE)
+        shape = tuple(self.reflectors.shape)
+        rates = 1.0, ORTHOGONAL_RATE / math.sqrt(shape[-1])
         yield HeldWeight("", shape, self.reflectors, None, None, "compact", None, rates=rates)
 
     def _multiply(self, x: Tensor, transpose: bool, internal: bool) -> Tensor:

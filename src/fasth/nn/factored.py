@@ -68,26 +68,27 @@ class Factored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        _private.explain_missing_weight(self)
         self._cache = Cache()
         self.register_load_state_dict_pre_hook(_convert_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy."""
+        """Called for a copy, which gets load hooks of its own."""
         super().__setstate__(state)
         _private.take_over_load_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._check_not_weight(name)
+        if name.startswith("weight"):
+            self._check_not_weight(name)
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in ``nn.Module``. Refuses the name of the dense weight, which pruning and fusing would replace."""
-        self._check_not_weight(name)
+        if name.startswith("weight"):
+            self._check_not_weight(name)
         super().register_parameter(name, param)
 
     def _check_not_weight(self, name: str) -> None:
-        if not name.startswith("weight"):
-            return
         factors = self._dense_names().get(name.removesuffix("_orig"))  # what PyTorch's pruning calls it
         if factors is not None:
             made_of = ", ".join(f"`{factor}`" for factor in factors)

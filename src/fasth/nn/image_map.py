@@ -16,7 +16,7 @@ from fasth.nn.factored import Factored, Factors, at_least_one, one_of
 from fasth.nn.shift_chain import Move, move_pixels
 from fasth.operators.svd import log_abs_product
 
-MOST_PIXELS = 16  # per channel: up to these, rotations and shifts are applied to images
+MOST_PIXELS = 32  # per channel: up to these, rotations and shifts are applied to images
 PADDING_MODES = ("zeros", "circular")
 
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d}

@@ -68,8 +68,8 @@ class Recurrent(Factored):
                 names = {f"{factor}_{self._place(name)}": shapes[factor] for factor in self._factors_of_one}
             else:
                 names = {name: tuple(parameter.shape)}
-            for of, shape in names.items():
-                self.register_parameter(of, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            for new_name, shape in names.items():
+                self.register_parameter(new_name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._factor_names = tuple(f"{factor}_{where}" for where in self._places() for factor in self._factors_of_one)
 
     @property
@@ -138,8 +138,8 @@ class Recurrent(Factored):
     def _svd(self, where: str) -> SVD:
         reflectors, sigma = getattr(self, f"reflectors_{where}"), self._sigma(where)
         if self.spectrum is not None:
-            of_gates = reflectors if self._gates == 1 else reflectors.unflatten(0, (self._gates, -1))
-            return SVD.of_shared(of_gates, sigma)
+            matrices = reflectors if self._gates == 1 else reflectors.unflatten(0, (self._gates, -1))
+            return SVD.of_shared(matrices, sigma)
         return SVD(Orthogonal.of_stored(reflectors), sigma, reflectors.new_empty(0, len(reflectors)))
 
     @property
@@ -167,8 +167,8 @@ class Recurrent(Factored):
         """weight_hh: (gates·n, m). Contiguous, since every time step multiplies by it, and its gradient adds to its."""
         matrices = []
         for reflectors, sigma in self._gate_factors(where):
-            of = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
-            matrices.append(svd_dense(*of))
+            factors = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
+            matrices.append(svd_dense(*factors))
         return matrices[0].contiguous() if len(matrices) == 1 else torch.cat(matrices)
 
     def __getattr__(self, name: str) -> Any:
@@ -260,7 +260,7 @@ class Recurrent(Factored):
         self, kernel: Any, input: Tensor, states: Any, batch_sizes: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """``_run`` by one of torch's kernels."""
-        weights = [t for of in self._weights() for t in of]
+        weights = [t for one_place in self._weights() for t in one_place]
         options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         if batch_sizes is not None:
             output, *hidden = kernel(input, batch_sizes, states, weights, *options)
@@ -361,13 +361,14 @@ class Recurrent(Factored):
         return dense.train(self.training)
 
     def extra_repr(self) -> str:
-        options = [f"{name}={value!r}" for name, of in self._defaults.items() if (value := getattr(self, name)) != of]
+        values = {name: getattr(self, name) for name in self._defaults}
+        options = [f"{name}={value!r}" for name, value in values.items() if value != self._defaults[name]]
         weight = "orthogonal" if self.spectrum is None else f"spectrum={self.spectrum}"
         return ", ".join([f"{self.input_size}, {self.hidden_size}", *options, weight])
 
 
-def _arguments(layer: Any, of: type[Recurrent]) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in ("input_size", "hidden_size", *of._defaults)}
+def _arguments(layer: Any, kind: type[Recurrent]) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in ("input_size", "hidden_size", *kind._defaults)}
 
 
 def _like(layer: Any) -> dict[str, Any]:

@@ -143,8 +143,8 @@ class RNNSVD(Recurrent, converts=nn.RNN):
 
     def _layer(self, x: Tensor, where: str, weights: list[Tensor], h0: Tensor, times: Times) -> Tensor:
         W_ih, W_hh, *biases = weights
-        given = F.linear(x, W_ih, sum(biases[1:], biases[0]) if biases else None)
-        return recurrence(given, W_hh, h0, getattr(self, f"bias_modrelu_{where}", None), self.nonlinearity, times)
+        inputs = F.linear(x, W_ih, sum(biases[1:], biases[0]) if biases else None)
+        return recurrence(inputs, W_hh, h0, getattr(self, f"bias_modrelu_{where}", None), self.nonlinearity, times)
 
     @classmethod
     def from_rnn(cls, rnn: nn.RNN, *, spectrum: Spectrum | None = None) -> RNNSVD:

@@ -26,7 +26,7 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
     follow. Autograd saves the results of all of them, so training goes by ``forward`` and ``gradients`` instead.
     """
     Y, _ = blocks_of(V, block_size, triangular)
-    out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
+    out, _ = sweep(_compute(x), Y, triangular_T(Y, triangular), transpose, triangular, record=False)
     return out.to(x.dtype)
 
 
@@ -38,7 +38,7 @@ def forward(
     T: (B, n, k, k), Z: (B, n, m, k). The rows after the block that acts last are the output, which is not saved again.
     """
     Y, _ = blocks_of(V, block_size, triangular)
-    T = triangular_factors(Y, triangular)
+    T = triangular_T(Y, triangular)
     out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=save_states)
     out = (
         out.to(x.dtype) if steps or Y.shape[1] else x.clone()
@@ -86,11 +86,11 @@ def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
     Q does not depend on the length of a reflector, nor do the derivatives of Q.
     """
     V = _reflectors(V, triangular)
-    scale = _scale(V.detach())
+    scale = scale_of(V.detach())
     return _cut(V / scale, k), scale
 
 
-def _scale(V: Tensor) -> Tensor:
+def scale_of(V: Tensor) -> Tensor:
     """The largest entry of every row, rounded down to a power of two: (B, r, 1). Its mantissa's bits are set to zero.
 
     At least the smallest normal number, so that a row of zeros is not divided by zero.
@@ -107,7 +107,7 @@ def _scale(V: Tensor) -> Tensor:
     return (normal.view(integer) & exponent).view(V.dtype)
 
 
-def triangular_factors(Y: Tensor, triangular: bool) -> Tensor:
+def triangular_T(Y: Tensor, triangular: bool) -> Tensor:
     """T = B⁻¹: (B, n, k, k), upper triangular, with H₁⋯H_k = I − Yᵀ T Y in each block of Y: (B, n, k, d).
 
     B is the upper half of the Gram matrix, with ½ of its diagonal. Its inverse takes 2 log₂ k products in sequence.
@@ -160,7 +160,7 @@ def gradients(
     ``saved``: the tensors that ``forward`` returns after the output, constants to autograd.
     """
     Y, scale = blocks_of(V, block_size, triangular)
-    T = saved[0] if saved else triangular_factors(Y, triangular)
+    T = saved[0] if saved else triangular_T(Y, triangular)
     # Each block is orthogonal: gradients go through its transpose, which also recomputes its input from its output.
     rows, m = _compute(g), g.shape[1]
     states_missing = needs_V and len(saved) <= 1

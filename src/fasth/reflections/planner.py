@@ -157,7 +157,9 @@ def _householder_plan(
         # is just as much where x has as many rows as a block has reflections.
         blocks = number_of_blocks(r, d, form, k)
         T, Z, A = sizes_of_saved(rows, d, blocks, max(blocks - 1, 0), k)
-        save = _level(T, Z, A, rows * d + r * d, where.dtype)
+        # Few reflections are an adapter, beside which every copy of the rows counts: room for Z, and A of few rows.
+        room = r * (rows + 2 * d) if 8 * r <= d else (rows + r) * d
+        save = _level(T, Z, A, room, where.dtype)
     elif needs[0]:
         save = SAVE_T
     copy_output = needs[1] and not (of_identity or internal)
@@ -464,6 +466,20 @@ def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, tria
     if where.device != "cpu":
         return _forming_pays_on_gpu(rows, k, max(n, m))
     return rows > thin_crossover_by_rule(n, m, r_U, r_V, k)
+
+
+def forms_at_once(R: Tensor, sigma: Tensor | None) -> bool:
+    """Whether W of the compact reflectors in R: (n, m) is formed by ``formed.py``: where launches take the time.
+
+    That is on a GPU, up to d = 2048, unless the kernels apply the reflections to the identity in nine.
+    """
+    n, m = R.shape
+    if R.device.type not in ("cuda", "meta") or max(n, m) > LONGEST or min(n, m) == 0:
+        return False
+    where = _where(R, R, sigma)
+    if where.backend == TRITON:
+        return not kernels_pay(min(n, m), min(n, m), max(n, m), where)
+    return where.backend == TORCH
 
 
 def _forming_pays_on_gpu(rows: int, formed: int, d: int) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# A fused multiply-add rounds once where a product and a sum round twice. The compiler does not fuse alike for all
+# threads that hold copies of one number, so the copies would differ, and which one is stored would be left open.
+FUSE = False
+
 BLOCK = 16  # reflections with one T; tl.dot takes no less, and IEEE products of 64 spill
 STEP = 8  # reflections in a step of the sweep; with 16 and 8 warps all of Y goes through shared memory
 GROUP = 32  # reflections whose gradient one program finds

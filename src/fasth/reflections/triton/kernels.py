@@ -76,7 +76,7 @@ def factors(
     """T: (B, blocks, K, K) of every block of V: (B, r, d), and the power of two that each reflector is multiplied by.
 
     One program a block. Its columns are read twice, BD at a time: for the largest entries, and for the Gram matrix.
-    T is found by halves, as in ``blocked.triangular_factors``.
+    T is found by halves, as in ``blocked.triangular_T``.
     """
     block, batch = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     V += batch * batch_stride

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasth.reflections.triton.configurations import FUSE
+
 # Each is told of every launch: the kernel, its options, its arguments. For counts, and to compile what would be
 # launched. On the meta device that is all that happens.
 observers: list[Callable[[Any, dict[str, int], dict[str, Any]], None]] = []
@@ -22,5 +24,4 @@ def launched(kernel: Any, programs: int, options: dict[str, int], **arguments: A
         options = {name: value for name, value in options.items() if name != "maxnreg"}
     if programs and not first.is_meta:
         with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-            # Fused, a product would be rounded in one lane of a sum and not in the other, and copies of the sum differ.
-            kernel[(programs,)](**arguments, **options, enable_fp_fusion=False)
+            kernel[(programs,)](**arguments, **options, enable_fp_fusion=FUSE)
