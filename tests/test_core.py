@@ -23,6 +23,7 @@ from fasth.reflections import core, definition
 from fasth.reflections.plan import COMPACT, CORE, FORMS, FULL, SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z, TRIANGULAR, Plan
 from fasth.reflections.planner import number_of_blocks, saved_size
 from fasth.tools.problems import Problem, assert_all_close, assert_close, gradient_of
+from fasth.tools.twins import definition_svd
 
 pytestmark = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, or forks")
@@ -250,21 +251,6 @@ def test_rows_of_the_identity(problem, form):
             assert_all_close((out, g, dV), (value, g, gradient), full)
 
 
-def weight(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -> Tensor:
-    """W, from the definition."""
-    signed = [] if form != COMPACT else [U] if V is None else [U, V]
-    U, V = (U.mT, U) if V is None else (U, V)
-    k = min(U.shape[-1], V.shape[-1]) if sigma is None else len(sigma)
-    sigma = torch.ones(k, dtype=U.dtype) if sigma is None else sigma
-    for side in signed:
-        signs = torch.where(side.detach().diagonal().signbit(), -1.0, 1.0)[:k]
-        sigma = sigma * pad(signs, (0, k - len(signs)), value=1.0)
-    Q_U, Q_V = (
-        definition.householder(torch.eye(t.shape[-1]).to(t), reflectors(t, form), transpose=True)[:, :k] for t in (U, V)
-    )
-    return Q_U * sigma @ Q_V.mT
-
-
 def weight_from_core(
     tensors: list[Tensor | None], g: Tensor, options: Plan, threads: int = 1, back: int | None = None
 ) -> tuple[Tensor | None, ...]:
@@ -313,7 +299,7 @@ def test_svd_linear_agrees_with_the_definition(rows, form, sides, shape):
         doubles = [None if t is None else t.double().requires_grad_() for t in tensors]
         if sides == "symmetric":
             doubles[3] = doubles[1]
-        W = weight(*doubles[1:4], form)
+        W = definition_svd(*doubles[1:4], FORMS[form])
         expected = torch.nn.functional.linear(doubles[0], W, doubles[4])
         wanted = list(dict.fromkeys(t for t in doubles if t is not None))
         gradients = dict(zip(wanted, torch.autograd.grad(expected, wanted, g.double()), strict=True))
@@ -321,12 +307,12 @@ def test_svd_linear_agrees_with_the_definition(rows, form, sides, shape):
         scale = W.detach().abs().max().item() + W.detach().norm(2).item()
         size = max(scale, 1) * x.norm().item() * g.norm().item() / (1 if form == COMPACT else 0.1)
         for dtype in DTYPES:
-            given = [None if t is None else t.to(dtype) for t in tensors]
+            rounded = [None if t is None else t.to(dtype) for t in tensors]
             if sides == "symmetric":
-                given[3] = given[1]
-            out, *actual = weight_from_core(given, g.to(dtype), options, threads)
+                rounded[3] = rounded[1]
+            out, *actual = weight_from_core(rounded, g.to(dtype), options, threads)
             assert_close(out, expected.detach(), scale * x.norm(dim=-1).max().item() + 10, n + m)
-            for t, stored, double, name in zip(actual, given, doubles, ("x", "U", "sigma", "V", "bias"), strict=True):
+            for t, stored, double, name in zip(actual, rounded, doubles, ("x", "U", "sigma", "V", "bias"), strict=True):
                 if stored is None or (name == "V" and sides == "symmetric"):
                     assert t is None
                     continue

@@ -73,8 +73,8 @@ def reflect(
 ) -> Tensor:
     """``householder`` with reflectors of any form: "full", "triangular" or "compact".
 
-    Compact reflectors are triangular with ones on the diagonal: row i of V is 1 in column i and zero left of it,
-    whatever stands there. What stands on the diagonal is a sign of U Σ Vᵀ, and of no matter here. V may have any
+    Compact reflectors are triangular with ones on the diagonal: row i of V is taken as 1 in column i and as zero left
+    of it, whatever is stored there. The stored diagonal holds signs of U Σ Vᵀ, which are ignored here. V may have any
     strides; it is read in place. ``internal``: the caller does not change the result in place, so that it may be saved
     for backward without a copy.
     """
@@ -117,10 +117,10 @@ def svd_linear(
         x = as_reflectors(x, U.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return svd_linear(x, U, sigma, V, bias, form=form, signs=signs)
-    of_identity &= bias is None  # with a bias the output is not x Wᵀ, which is what has to be saved
+    of_identity &= bias is None  # with a bias the output is not x Wᵀ, the tensor to save
     plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form), of_identity=of_identity)
     if signs is not None and (plan.forms_matrix or plan.backend != TRITON or is_compiling()):
-        sigma, signs = times_signs(sigma, signs), None  # the kernels multiply by them as they read sigma
+        sigma, signs = times_signs(sigma, signs), None  # the kernels multiply by the signs while reading sigma
     if plan.forms_matrix:
         if sigma is None or len(sigma) == min(n, m):
             return F.linear(x, svd_dense(U, sigma, V, form=form), bias)
@@ -131,7 +131,7 @@ def svd_linear(
     _check_one_dtype(x, U, sigma, V, bias)  # the others take tensors of one dtype only
 
     def multiply(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
-        last = plan.copy_output and bias is None and not transpose  # this product is what the caller gets
+        last = plan.copy_output and bias is None and not transpose  # the caller gets this product
         return _multiply(x, V, form, transpose, internal=not last) if len(V) or V.requires_grad else x
 
     return svd_by_products(multiply, x, U, sigma, V, bias, plan.form)
@@ -194,7 +194,7 @@ def _reflect(
 ) -> Tensor:
     _check_householder(x, V)
     if autocast_enabled(x):
-        # Inside, it would take the precision of the products, and with it Q's orthogonality.
+        # Inside autocast the products would lose precision, and Q its orthogonality.
         x = as_reflectors(x, V.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return _multiply(x, V, form, transpose, block_size, internal=internal)
@@ -204,7 +204,7 @@ def _reflect(
 def _multiply(
     x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None = None, *, internal: bool = False
 ) -> Tensor:
-    """x Qᵀ, or x Q. ``internal``: the caller gets something made from it."""
+    """x Qᵀ, or x Q. ``internal``: the caller does not pass the result on as it is."""
     if V.ndim > 2:
         rows, reflectors, shape = _batched(x, V)
         plan = plan_householder(rows, reflectors, form, transpose, block_size, internal=internal)
@@ -237,14 +237,14 @@ def run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
 
 
 def autocast_enabled(t: Tensor) -> bool:
-    """Whether autocast chooses the dtype of products on the tensor's device. The meta device knows none."""
+    """True if autocast chooses the dtype of products on the tensor's device. The meta device has no autocast."""
     if t.is_cpu:
         return torch.is_autocast_enabled("cpu")
     return not t.is_meta and torch.is_autocast_enabled(t.device.type)
 
 
 def as_reflectors(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in the dtype of the reflectors, under autocast, which leaves float64 alone, as it does in ``F.linear``."""
+    """Casts x to the dtype of the reflectors under autocast, which leaves float64 alone, as in ``F.linear``."""
     if x.dtype != dtype and torch.float64 in (x.dtype, dtype):
         raise TypeError(f"`x` should be {dtype}, since autocast does not convert float64; got {x.dtype}")
     return x.to(dtype)
@@ -295,7 +295,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_rows(x: Tensor, n: int, m: int) -> None:
-    """That x is a tensor of rows that a weight of shape (n, m) can be multiplied by."""
+    """Checks that x is a tensor of rows for a weight of shape (n, m)."""
     if not isinstance(x, Tensor):
         _refuse_type("x", x)
     if x.ndim < 1 or x.shape[-1] != m:
@@ -333,7 +333,7 @@ def _refuse_type(name: str, wrong: object) -> None:
 
 
 def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """x as (B, m, d) and V as (B, r, d), and the shape of the result."""
+    """Reshapes x to (B, m, d) and V to (B, r, d), and returns the shape of the result too."""
     d = V.shape[-1]
     rows = x.unsqueeze(0) if x.ndim == 1 else x
     try:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 import fasth
 from fasth.convert import Conversion
-from fasth.convert.replace import is_factor
+from fasth.convert.replace import is_weight_parameter
 from fasth.nn.factored import Factored
 from fasth.nn.held_weight import named_held_weights
 from zoo.models import Architecture
@@ -84,7 +84,7 @@ def others(model: nn.Module) -> dict[str, nn.Parameter]:
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if not (isinstance(module, Factored) and is_factor(name))
+        if not (isinstance(module, Factored) and is_weight_parameter(name))
     }
 
 

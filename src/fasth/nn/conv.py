@@ -96,7 +96,7 @@ class _ConvSVD(SVDFactors):
         return self._convolve(input, kernel, self.bias, self.stride, padding, self.dilation)
 
     def _padding_on_all_sides(self) -> list[int]:
-        """As ``F.pad`` takes it: the last dimension first, before and after. Of "same" the odd one comes after."""
+        """The padding for ``F.pad``: last dimension first, before and after. An odd amount of "same" goes after."""
         sides = []
         for i in reversed(range(len(self.kernel_size))):
             if isinstance(self.padding, str):
@@ -113,7 +113,7 @@ class _ConvSVD(SVDFactors):
         return self._matrix(sigma).reshape(self._kernel_shape())
 
     def _form(self, sigma: Tensor | None = None) -> Any:
-        """The kernel, or, of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions are its own."""
+        """The kernel; of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), two convolutions in sequence."""
         if not self._is_thin:
             return self._kernel(sigma).contiguous()
         A, B = svd_thin(*self._factors(sigma), form=self.form)
@@ -155,7 +155,7 @@ class _ConvSVD(SVDFactors):
         return self._log_abs_det(positions, self._sigma())
 
     def _log_abs_det(self, positions: Sequence[int], sigma: Tensor) -> Tensor:
-        zeros = self.in_channels - sigma.shape[-1]  # the singular values of a layer of lower rank that are not stored
+        zeros = self.in_channels - sigma.shape[-1]  # zero singular values, which are not stored
         return math.prod(positions) * log_abs_product(F.pad(sigma, (0, zeros)) if zeros else sigma)
 
     def _check_invertible(self, what: str) -> None:
@@ -197,10 +197,10 @@ class Conv2dSVD(_ConvSVD, converts=nn.Conv2d):
     ``LinearSVD``. W is formed once a call, or once within ``fasth.cached()``. Of rank r < min(out, in·kh·kw) it is
     never formed: two convolutions do the work, kh × kw to r channels, then 1×1 to ``out``.
 
-    Which matrix this is: the one that takes a patch of the input, all channels of kh × kw pixels flattened as
-    ``F.unfold`` does, to the output's channels at one position. For 1×1 kernels it is the whole layer, position by
-    position: Glow's invertible 1×1 convolution, with ``inverse`` and ``logabsdet`` if the channels are equal. For
-    larger kernels σ are not the singular values of the convolution as a map of images. That map's norm is at most
+    W maps a patch of the input, all channels of kh × kw pixels flattened as by ``F.unfold``, to the output channels at
+    one position. With 1×1 kernels it is the whole layer at each position: Glow's invertible 1×1 convolution, with
+    ``inverse`` and ``logabsdet`` if the numbers of channels are equal. For larger kernels σ are not the singular values
+    of the convolution as a map of images. The norm of that map is at most
     √(kh·kw) · max |σ| with zero padding, since a pixel is in at most kh·kw patches; with stride = kh = kw and no
     padding, where patches do not overlap, its singular values are |σ|, each once for every position, and zeros.
     """

@@ -1,4 +1,4 @@
-"""h_t = f(x_t + W h_{t−1}), one time after another: by the compiled core, by a kernel, or in PyTorch's operations."""
+"""h_t = f(x_t + W h_{t−1}) for all times: by the compiled core, by a kernel, or by PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONLINEARITIES = ("tanh", "relu", "modrelu")  # Activation in native/recurrence.
 
 
 class Times(NamedTuple):
-    """Which rows belong to which time, and which time comes first."""
+    """The rows of each time, and the direction of time."""
 
     sizes: list[int] | None  # of a packed sequence: how many rows each time has; None: x is (time, batch, h)
     reverse: bool
@@ -34,11 +34,11 @@ def recurrence(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, nonlineari
         x: (time, batch, h), or (rows, h), as in a ``PackedSequence``.
         W: (h, h).
         h0: (batch, h), the states before the first time; in reverse, after the last.
-        bias: (h,), that of modReLU, f(z) = sign(z) · relu(|z| + bias).
+        bias: (h,), the bias of modReLU, f(z) = sign(z) · relu(|z| + bias).
 
-    In the compiled core each thread takes its part of the batch through all times, on a GPU each program of one kernel:
-    sequences of one length, with h up to 256. The output is all that is saved for backward, and the gradient of W is
-    one product over all times.
+    In the compiled core each thread computes all times for its part of the batch; on a GPU each program of one kernel,
+    for sequences of equal length with h up to 256. Only the output is saved for backward, and the gradient of W is one
+    product over all times.
     """
     f = NONLINEARITIES.index(nonlinearity)
     one_step = len(x) == 1 if times.sizes is None else len(times.sizes) == 1  # for which W need not be packed
@@ -50,7 +50,7 @@ def recurrence(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, nonlineari
 
 
 def last_states(out: Tensor, times: Times) -> Tensor:
-    """Those after the recurrence's last step: (batch, h). In a packed sequence each row ends at a time of its own."""
+    """The states after the last step: (batch, h). In a packed sequence each row ends at its own time."""
     sizes, reverse = times
     if sizes is None:
         return out[0 if reverse else -1]
@@ -64,7 +64,7 @@ def last_states(out: Tensor, times: Times) -> Tensor:
 
 
 def modrelu(z: Tensor, bias: Tensor) -> Tensor:
-    """sign(z) · relu(|z| + bias): it changes how large a state is, and not its sign."""
+    """sign(z) · relu(|z| + bias), which changes the size of a state, not its sign."""
     return z.sign() * F.relu(z.abs() + bias.to(z.dtype))
 
 
@@ -122,7 +122,7 @@ def _on_backend(backend: str, name: str, *arguments: Any) -> Any:
 
 
 def _gradients_in_torch(g: Tensor, W: Tensor, out: Tensor, f: int, times: Times) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of x, e_t = f′ · (g_t + e_{t+1} W), of h0 and of the bias; differentiable in g, W and out."""
+    """The gradients of x, e_t = f′ · (g_t + e_{t+1} W), of h0 and of the bias; differentiable in g, W and out."""
     slopes = _steps(1 - out.square() if f == 0 else (out != 0).to(out.dtype), times)
     e, starts, found = g[0, :0] if times.sizes is None else g[:0], [], []
     for slope, direct in zip(reversed(slopes), reversed(_steps(g, times)), strict=True):

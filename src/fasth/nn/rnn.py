@@ -26,8 +26,8 @@ class RNNSVD(Recurrent, converts=nn.RNN):
     made of the parameters ``reflectors_l{k}[_reverse]``: (hidden, hidden) and ``sigma_l{k}[_reverse]``: (hidden,), as
     ``LinearSVD`` says. It can be read as an attribute; to change it there is ``set_weight_``.
 
-    ∂h_T/∂h_t is a product of T − t of these matrices (and slopes of f), so it explodes or vanishes with
-    σ^(T − t). The spectrum keeps σ within 1 ± eps, exactly and at every step of training.
+    ∂h_T/∂h_t is a product of T − t of these matrices (and slopes of f), so it explodes or vanishes with σ^(T − t). The
+    spectrum keeps σ within 1 ± eps, exactly and at every step of training.
 
     Args:
         input_size, …, dtype: those of ``nn.RNN``, but for the default of ``nonlinearity``.
@@ -134,7 +134,7 @@ class RNNSVD(Recurrent, converts=nn.RNN):
 
     @property
     def _rates(self) -> tuple[float, float]:
-        """Less than 1 for a net that is made to remember: a change of W acts at every time step."""
+        """Below 1 for a spectrum close to 1, made for long memory: a change of W acts at every time step."""
         if self.spectrum is None:
             return 1.0, 0.05
         return (0.01, 0.025) if self.spectrum.bounded else (1.0, 1.0)  # 0.025: both U and V turn
@@ -151,9 +151,9 @@ class RNNSVD(Recurrent, converts=nn.RNN):
     def from_rnn(cls, rnn: nn.RNN, *, spectrum: Spectrum | None = None) -> RNNSVD:
         """The layer with the weights, biases, dtype, device and mode of an ``nn.RNN``. They share no memory.
 
-        Unlike in the constructor the default spectrum is ``free()``, with which it computes the same to rounding. Any
-        other replaces singular values that it does not have by the nearest ones that it has. One SVD of each hidden-to-
-        hidden weight: O(hidden³). Draws no random numbers.
+        Unlike in the constructor the default spectrum is ``free()``, with which the output is the same to rounding.
+        Other spectra replace singular values outside their range by the nearest inside. Costs one SVD of each hidden-
+        to-hidden weight, O(hidden³). Draws no random numbers.
         """
         return cls._from_dense(rnn, spectrum=free() if spectrum is None else spectrum)
 

@@ -2,9 +2,9 @@
 
 There is one pair of operators for products of reflections, one for U Σ Vᵀ and one for recurrences, each with a kernel
 for the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator has the arguments of the backends'
-function of the same name, but for the plan, whose entries it takes one by one, and it gives a list of tensors, without
-those that are None. The Triton kernels allocate by shapes alone, read no value back and do not synchronize, so CUDA
-graphs can record them.
+function of the same name, with the plan's entries as separate arguments, and returns a list of tensors, without those
+that are None. The Triton kernels allocate by shapes alone, read no value back and do not synchronize, so CUDA graphs
+can record them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fasth.reflections.triton.configurations import BLOCK
 
 _PLAN = "int form, bool transpose, int block_size, int save, bool copy_output, bool of_identity, bool symmetric"
 _FACTORS = "Tensor U, Tensor? sigma, Tensor? V"
-_ENTRIES = slice(1, 8)  # of a plan, those that operators take
+_ENTRIES = slice(1, 8)  # the entries of a plan that operators take
 
 
 def call(name: str, *arguments: Any) -> Sequence[Any]:
     """Calls an operator as a backend's function is called, with the plan as the last argument.
 
-    Of a backward pass the argument before the plan says which gradients are needed; the others are None.
+    In a backward pass the argument before the plan says which gradients are needed; the others are None.
     """
     *tensors, plan = arguments
     found = getattr(torch.ops.fasth, name)(*tensors, *plan[_ENTRIES])
@@ -36,7 +36,7 @@ def call(name: str, *arguments: Any) -> Sequence[Any]:
 
 
 def in_place(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients found, each in the place that ``needs`` says, None elsewhere."""
+    """Puts the gradients in the positions that ``needs`` marks, and None in the others."""
     gradients = iter(found)
     return [next(gradients) if needed else None for needed in needs]
 
@@ -60,7 +60,7 @@ def _kernel(name: str, backend: str) -> Callable[..., Any]:
     return kernel
 
 
-# What the operators give, without computing it.
+# The shapes of the operators' results, for fake tensors.
 
 
 def _backend_of(x: Tensor) -> str:
