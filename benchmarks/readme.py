@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
 # By page and place in it, what commands wrote as Markdown.
 FILES = {
+    "training.md": {f"rates {name}": f"rates/{name}.md" for name in ("choosing", "low", "best", "thrice", "growth")},
     "flows.md": {"flow": "flow/tables.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
     "gpu.md": {"gpu resources": "gpu/resources.md"},
@@ -54,7 +55,7 @@ def main() -> int:
         pages["benchmarks.md"]["reproduce"] = of_reproduction(found, options.measured / "reproduction", options.docs)
         pages["gpu.md"]["gpu counts"] = of_counts(found)
     if (options.measured / "study" / FILE).exists():
-        pages["training.md"] = of_study(options.measured / "study")
+        pages["training.md"] |= of_study(options.measured / "study")
     return max(update(options.docs / page, blocks, options.check) for page, blocks in pages.items() if blocks)
 
 
