@@ -26,9 +26,10 @@ from experiments.study.tables import Study, study_tables
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
+RATES = ("choosing", "low", "best", "thrice", "growth", "costs")
 # By page and place in it, what commands wrote as Markdown.
 FILES = {
-    "training.md": {f"rates {name}": f"rates/{name}.md" for name in ("choosing", "low", "best", "thrice", "growth")},
+    "training.md": {f"rates {name}": f"rates/{name}.md" for name in RATES},
     "flows.md": {"flow": "flow/tables.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
     "gpu.md": {"gpu resources": "gpu/resources.md"},

@@ -29,9 +29,10 @@ def report(options: Options, results: Results, console: Console) -> None:
         "thrice": at_three_times_the_best(judged),
         "growth": growth(judged),
     }
+    made_by = f"Made by `make rates` on: {tables.machine()}; images: {results.header['images']}."
     for name, table in made.items():
         if table.rows:
-            tables.write(folder / f"{name}.md", [table], "", console)
+            tables.write(folder / f"{name}.md", [table], made_by if name == "growth" else "", console)
     if judged:
         figures.save(folder, "judging", partial(draw, judged))
 
