@@ -83,7 +83,8 @@ def more_seeds(swept: list[Record], methods: Sequence[str], quick: bool) -> list
                 rates = {LOW, best := best_rate(sweep), thrice(best)}
                 settings = [_run("judge", task, quick) | {"method": method, "lr": lr} for lr in sorted(rates)]
                 runs += [run for one in settings for run in (one, *other_seeds(one, SEEDS - 1))]
-    return sorted(runs, key=lambda run: run["seed"])
+    order = [task.name for task in JUDGING]
+    return sorted(runs, key=lambda run: (run["seed"], order.index(run["task"])))
 
 
 def best_rate(sweep: list[Record]) -> float:
