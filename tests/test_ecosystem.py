@@ -232,7 +232,7 @@ def test_trainer_takes_our_groups_and_goes_on_where_it_ended(tmp_path: Path) -> 
     first.train()
     assert decay_of_reflectors(svd, first.optimizer.optimizer) == {0.0}
     rates = {group["name"]: group["initial_lr"] for group in first.optimizer.param_groups}
-    assert rates["reflectors"] == 1e-3 < rates["sigma"]  # the schedule scales what the groups have
+    assert rates["vectors"] == 1e-3 < rates["reflectors"] < rates["sigma"]  # the schedule scales what the groups have
     trainer(start, tmp_path, own=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for ours, theirs in zip(start.parameters(), svd.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
