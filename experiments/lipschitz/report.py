@@ -69,7 +69,7 @@ def step_times(images: str, methods: Sequence[str], rounds: int, console: Consol
 
 def draw(records: Sequence[Record], images: Sequence[str]) -> Figure:
     """Accuracy against the radius: certified as lines, under the attack as points; the mean over seeds."""
-    figure, panels = figures.panels(list(images), len(images), width=5, height=4)
+    figure, panels = figures.panels(list(images), len(images), width=5 if len(images) > 1 else 7, height=4)
     for panel, name in zip(panels, images, strict=False):
         for i, method in enumerate(METHODS):
             own = [r for r in records if r["data"] == name and r["method"] == method and r["grid"]]
