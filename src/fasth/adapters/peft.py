@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from fasth.functional import autocast_enabled, reflect
 from fasth.operators import Orthogonal
 
+__all__ = ["Enabled", "disable", "enable"]
+
 VERSIONS = ("0.21.2",)  # of PEFT, whose own forward the tests compare with
 
 Methods = dict[tuple[type, str], Callable[..., Any]]
