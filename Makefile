@@ -18,12 +18,12 @@ export FASTH_REQUIRE_CORE ?= $(if $(shell command -v $${CXX:-c++}),1,0)
 # What the Triton kernels are tested with in their interpreter, which is slow: files of all backends, and their own.
 IN_INTERPRETER := tests/test_kernels.py tests/test_householder.py::test_values_and_gradients \
   tests/test_svd_linear.py::test_value_and_gradients tests/test_svd_linear.py::test_one_gradient_at_a_time \
-  tests/test_svd_linear.py::test_strides \
+  tests/test_svd_linear.py::test_strides tests/test_recurrence.py::test_is_the_definition \
   $(addprefix tests/test_numbers.py::test_,a_zero_reflector_gets_a_zero_gradient nan_and_infinity_pass_through \
     scale_does_not_matter what_is_left_of_the_diagonal_is_ignored_even_if_it_is_nan)
 TOO_SLOW := (many and rows) or (more and rows) or 200 or 300 or 130 or 100x65
 
-.PHONY: help demo test sdist wheel test-kernels test-torch versions lint format gpu-resources bench reproduce study flow finetune recurrent readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
+.PHONY: help demo test sdist wheel test-kernels test-ptx test-torch versions lint format gpu-resources bench reproduce study rates flow finetune recurrent lipschitz readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,9 @@ test: $(VENV)/.stamp ## run all tests on all cores; ARGS="-k name" picks some
 
 test-kernels: $(VENV)/.stamp ## run the GPU kernels' tests, in Triton's interpreter on the CPU
 	OMP_NUM_THREADS=1 FASTH_BACKEND=triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto $(IN_INTERPRETER) --dtype float32 -k "not ($(TOO_SLOW))" $(ARGS)
+
+test-ptx: $(VENV)/.stamp ## execute the GPU kernels' PTX in an emulator on the CPU, and check every access to memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/ptx/checks.py $(ARGS)
 
 gpu-resources: $(VENV)/.stamp ## compile the GPU kernels for real GPUs, without one; put what they take into docs/gpu.md
 	$(BIN)/python benchmarks/gpu_resources.py --write $(ARGS)
@@ -60,6 +63,9 @@ reproduce: $(VENV)/.peers ## run the paper's experiments; ARGS=--full for its ow
 study: $(VENV)/.peers ## train plain, SVD and orthogonal networks on real tasks, and compare; ARGS=--quick
 	$(BIN)/python -m experiments.study --out $(if $(findstring --quick,$(ARGS)),build/study-quick,benchmarks/study) $(ARGS)
 
+rates: $(VENV)/.stamp ## choose the rates of SVD networks on some tasks, and judge them on others; ARGS=--quick
+	$(BIN)/python -m experiments.rates --out $(if $(findstring --quick,$(ARGS)),build/rates-quick,benchmarks/rates) $(ARGS)
+
 flow: $(VENV)/.stamp ## train flows whose channels are mixed by one linear map or another, and compare; ARGS=--quick
 	$(BIN)/python -m experiments.flow --out $(if $(findstring --quick,$(ARGS)),build/flow-quick,benchmarks/flow) $(ARGS)
 
@@ -68,6 +74,9 @@ finetune: $(VENV)/.zoo ## fine-tune a small language model by one adapter or ano
 
 recurrent: $(VENV)/.peers ## train recurrent nets to remember, to add and to see, and compare; ARGS=--quick
 	$(BIN)/python -m experiments.recurrent --out $(if $(findstring --quick,$(ARGS)),build/recurrent-quick,benchmarks/recurrent) $(ARGS)
+
+lipschitz: $(VENV)/.peers ## train classifiers with a Lipschitz constant of 1, certify and attack them; ARGS=--quick
+	$(BIN)/python -m experiments.lipschitz --out $(if $(findstring --quick,$(ARGS)),build/lipschitz-quick,benchmarks/lipschitz) $(ARGS)
 
 readme: $(VENV)/.stamp ## put what was measured last into docs/, and draw the README's picture; ARGS=--check only compares
 	$(BIN)/python benchmarks/readme.py $(ARGS)
@@ -205,7 +214,7 @@ $(VENV)/.stamp: $(VENV)/.core
 
 # What the benchmarks compare with, but for nflows, which the tests need too. What they depend on is there.
 $(VENV)/.peers: $(VENV)/.stamp
-	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder
+	$(PIP) install --quiet --no-deps --no-build-isolation geotorch torch-householder orthogonium einops deel-torchlip
 	touch $@
 
 # The libraries whose models the zoo converts, for which the blocks of docs/ecosystem.md are; torch stays as it is.

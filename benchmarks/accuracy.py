@@ -12,12 +12,7 @@ import torch
 from scipy.linalg import lapack
 
 from fasth import householder
-
-
-def departure_from_orthogonality(Q: torch.Tensor) -> float:
-    eps, d = torch.finfo(Q.dtype).eps, Q.shape[-1]
-    residual = Q.double().mT @ Q.double() - torch.eye(d, dtype=torch.float64)
-    return (torch.linalg.matrix_norm(residual, 1) / (d * eps)).item()
+from fasth.tools.twins import orthogonality
 
 
 def lapack_reflectors(d: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +41,8 @@ def main() -> None:
             full = householder(eye, torch.randn(d, d, dtype=dtype))
             apart = torch.linalg.matrix_norm((Q - reference).double(), 1) / (d * torch.finfo(dtype).eps)
             print(
-                f"{str(dtype).removeprefix('torch.'):>8} {d:>5} {departure_from_orthogonality(full):8.3f} "
-                f"{departure_from_orthogonality(Q):11.3f} {departure_from_orthogonality(reference):8.3f} {apart:24.3f}"
+                f"{str(dtype).removeprefix('torch.'):>8} {d:>5} {orthogonality(full):8.3f} "
+                f"{orthogonality(Q):11.3f} {orthogonality(reference):8.3f} {apart:24.3f}"
             )
 
 

@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from fasth import _files
+from fasth.nn.recurrence import NONLINEARITIES
 from fasth.reflections.plan import COMPACT, FORMS, SAVE_T, TRITON, Plan
+from fasth.reflections.triton.configurations import FUSE, LARGEST_STATE
+from fasth.reflections.triton.launching import on_hip
 
 FILE = Path(__file__).parent / "gpu" / "resources.md"
 SIZES = (64, 100, 128, 256, 400, 512, 1000, 1024, 2048)  # some of them no multiples of 16
@@ -53,7 +56,9 @@ class Launch:
     @property
     def size(self) -> str:
         constants = dict(self.constants)
-        return f"{constants['D']} columns" if self.kernel == "sweep" else f"{constants['BD']} columns at a time"
+        if self.kernel == "sweep":
+            return f"{constants['D']} columns"
+        return f"{constants.get('BD') or constants['TILE']} columns at a time"
 
     @property
     def flags(self) -> str:
@@ -75,11 +80,11 @@ class Resources:
 def launches(
     sizes: Iterable[int], dtypes: Iterable[str] = ("float32",), precisions: Iterable[str] = ("ieee", "tf32")
 ) -> list[Launch]:
-    """All that a training step launches, of a matrix of every form and of a LinearSVD, of these sizes: each once.
+    """All that a training step launches, of a matrix of every form, of a LinearSVD and of a recurrence: each once.
 
     The gradient with products of all these precisions.
     """
-    from fasth.reflections.triton import launch
+    from fasth.reflections.triton import launching
 
     found: dict[Launch, None] = {}
 
@@ -87,13 +92,13 @@ def launches(
         for precision in precisions if "PRECISION" in arguments else [""]:
             found[_launch(kernel, options, {**arguments, "PRECISION": precision})] = None
 
-    launch.observers.append(observe)
+    launching.observers.append(observe)
     try:
         for d in sizes:
             for name in dtypes:
                 _step(d, getattr(torch, name))
     finally:
-        launch.observers.remove(observe)
+        launching.observers.remove(observe)
     return list(found)
 
 
@@ -114,6 +119,11 @@ def _step(d: int, dtype: torch.dtype) -> None:
         for V_side in (None, empty(d, d)) if form == COMPACT else (empty(d, d),):
             _, *saved = launch.svd_linear(x, V, vector, V_side, vector, plan)
             launch.svd_linear_backward(x, None, V, vector, V_side, saved, [True] * 5, plan)
+    if d <= LARGEST_STATE:
+        states = empty(5, 32, d)
+        for f in range(len(NONLINEARITIES)):
+            launch.recurrence(states, None, V, x, vector, f, False)
+            launch.recurrence_backward(states, None, V, states, x, f, False, True, False)
 
 
 def _launch(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> Launch:
@@ -142,9 +152,9 @@ def _compile(launch: Launch, target: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fasth.reflections.triton import kernels
+    from fasth.reflections.triton import kernels, recurrence_kernels
 
-    kernel = getattr(kernels, launch.kernel)
+    kernel = getattr(recurrence_kernels if "recurrence" in launch.kernel else kernels, launch.kernel)
     place = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     source = ASTSource(
         fn=kernel,
@@ -152,10 +162,12 @@ def _compile(launch: Launch, target: str) -> Any:
         constexprs={place[name]: value for name, value in launch.constants},
         attrs={place[name]: [["tt.divisibility", 16]] for name in launch.divisible},
     )
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}  # as they are launched
-    if launch.most_registers and TARGETS[target][0] == "cuda":
+    options = {"num_warps": launch.warps}
+    if launch.most_registers:
         options["maxnreg"] = launch.most_registers
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    if TARGETS[target][0] == "hip":
+        options = on_hip(options)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options | {"enable_fp_fusion": FUSE})
 
 
 def assembly(launch: Launch, target: str) -> str:

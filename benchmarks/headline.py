@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def draw_costs(panel: Axes, measured: dict[str, Any]) -> None:
-    of = by(select(measured, "peers", what="step"), "name", "d")
-    multiples = [ratio(of[name, SIZE], of[LINEAR.name, SIZE], "median") for name in SHOWN]
+    found = by(select(measured, "peers", what="step"), "name", "d")
+    multiples = [ratio(found[name, SIZE], found[LINEAR.name, SIZE], "median") for name in SHOWN]
     colors = ["#0072B2" if name == COMPACT.name else "#B0B0B0" for name in SHOWN]
     bars = panel.barh(list(SHOWN.values()), multiples, color=colors)
     panel.bar_label(bars, [f"{number(multiple)}×" for multiple in multiples], padding=3)

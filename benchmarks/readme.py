@@ -26,11 +26,19 @@ from experiments.study.tables import Study, study_tables
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
+RATES = ("choosing", "low", "best", "thrice", "growth", "costs")
 # By page and place in it, what commands wrote as Markdown.
 FILES = {
-    "flows.md": {"flow": "flow/tables.md"},
+    "training.md": {f"rates {name}": f"rates/{name}.md" for name in RATES},
+    "convolutions.md": {
+        "conv speed": "conv/speed.md",
+        "conv rule": "conv/rule.md",
+        "conv exactness": "conv/exactness.md",
+        "lipschitz": "lipschitz/tables.md",
+    },
+    "flows.md": {"flow": "flow/tables.md", "flow kxk": "flow-kxk/tables.md", "conv inverse": "conv/inverse.md"},
     "recurrent.md": {"recurrent tables": "recurrent/tables.md", "recurrent speed": "recurrent/speed.md"},
-    "gpu.md": {"gpu resources": "gpu/resources.md"},
+    "gpu.md": {"gpu resources": "gpu/resources.md", "gpu executed": "gpu/executed.md"},
     "spectra.md": {"spectra norms": "spectra/norms.md"},
     "adapters.md": {
         "adapters": "adapters/table.md",
@@ -54,13 +62,13 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="the folder of the pages")
     options = parser.parse_args()
     pages = {page: written(options.measured, places) for page, places in FILES.items()}
-    pages["benchmarks.md"] = {"bench": of_bench(json.loads((options.measured / "results.json").read_text("utf-8")))}
+    pages["benchmarks.md"] = {"bench": bench_block(json.loads((options.measured / "results.json").read_text("utf-8")))}
     if (options.measured / "reproduction" / "results.json").exists():
         found = json.loads((options.measured / "reproduction" / "results.json").read_text("utf-8"))
-        pages["benchmarks.md"]["reproduce"] = of_reproduction(found, options.measured / "reproduction", options.docs)
-        pages["gpu.md"]["gpu counts"] = of_counts(found)
+        pages["benchmarks.md"]["reproduce"] = reproduction_block(found, options.measured / "reproduction", options.docs)
+        pages["gpu.md"]["gpu counts"] = counts_block(found)
     if (options.measured / "study" / FILE).exists():
-        pages["training.md"] = of_study(options.measured / "study")
+        pages["training.md"] |= study_blocks(options.measured / "study")
     return max(update(options.docs / page, blocks, options.check) for page, blocks in pages.items() if blocks)
 
 
@@ -97,11 +105,11 @@ def filled(text: str, name: str, block: str) -> str:
     return f"{before}{start}\n{block}\n{end}{after}"
 
 
-def of_bench(measured: dict[str, Any]) -> str:
+def bench_block(measured: dict[str, Any]) -> str:
     return "\n\n".join([*map(markdown, tables(measured)), f"Measured by `make bench` on: {machine(measured)}."])
 
 
-def of_study(folder: Path) -> dict[str, str]:
+def study_blocks(folder: Path) -> dict[str, str]:
     """The tables of the study, and the machine, by place."""
     environment, records = read(folder / FILE)
     found = study_tables(Study(FULL, records))
@@ -110,12 +118,12 @@ def of_study(folder: Path) -> dict[str, str]:
     return {f"study {name}": markdown(table) for name, table in found.items()} | {"study machine": made}
 
 
-def of_counts(found: dict[str, Any]) -> str:
+def counts_block(found: dict[str, Any]) -> str:
     table = counts(found)
     return f"{markdown(table)}\n\n{table.note}"
 
 
-def of_reproduction(found: dict[str, Any], folder: Path, docs: Path) -> str:
+def reproduction_block(found: dict[str, Any], folder: Path, docs: Path) -> str:
     """The headline numbers, two figures, and where the rest is."""
     table = headlines(found)
     where = Path(os.path.relpath(folder, docs)).as_posix()

@@ -78,7 +78,7 @@ def verify(name: str, h: int, inputs: int) -> None:
     else:
         twin = fasth.to_dense(net, report=[])
     (ours, gradient), (theirs, reference) = (
-        (out := of(x)[0], torch.autograd.grad(out.square().sum(), x)[0]) for of in (net, twin)
+        (out := one(x)[0], torch.autograd.grad(out.square().sum(), x)[0]) for one in (net, twin)
     )
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(gradient, reference)

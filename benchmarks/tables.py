@@ -21,17 +21,17 @@ def tables(results: dict[str, Any]) -> list[Table]:
     def sized(title: str, experiment: str, what: str, yardstick: str = LINEAR.name) -> Table:
         return _by_size(title, select(results, experiment, what=what), yardstick)
 
-    of_matrix = "one orthogonal matrix as multiples of F.linear"
-    of_linear = "layers as multiples of nn.Linear"
+    matrix = "one orthogonal matrix as multiples of F.linear"
+    linear = "layers as multiples of nn.Linear"
     made = [
-        sized(f"Training step, 32 rows, {of_linear}", "linear", "step", NN_LINEAR.name),
-        sized(f"Training step, 32 rows, single calls in turns, {of_linear}", "linear", "single", NN_LINEAR.name),
-        sized(f"Inference within cached(), 32 rows, {of_linear}", "linear", "inference", NN_LINEAR.name),
+        sized(f"Training step, 32 rows, {linear}", "linear", "step", NN_LINEAR.name),
+        sized(f"Training step, 32 rows, single calls in turns, {linear}", "linear", "single", NN_LINEAR.name),
+        sized(f"Inference within cached(), 32 rows, {linear}", "linear", "inference", NN_LINEAR.name),
         _operations(results),
-        sized(f"Training step, 32 rows, {of_matrix}", "layer", "step"),
-        sized(f"Training step, 32 rows, single calls in turns, {of_matrix}", "layer", "single"),
-        sized(f"Forward without gradients, 32 rows, {of_matrix}", "layer", "forward"),
-        sized(f"Training step, 8·d rows, {of_matrix}", "rows", "step"),
+        sized(f"Training step, 32 rows, {matrix}", "layer", "step"),
+        sized(f"Training step, 32 rows, single calls in turns, {matrix}", "layer", "single"),
+        sized(f"Forward without gradients, 32 rows, {matrix}", "layer", "forward"),
+        sized(f"Training step, 8·d rows, {matrix}", "rows", "step"),
         *_by_method(select(results, "peers", what="step")),
     ]
     return [table for table in made if table.rows]
@@ -40,11 +40,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
 def _by_size(title: str, records: list[Record], yardstick: str) -> Table:
     """A row for each d: the time of the yardstick, and the others as multiples of it."""
     ours = [name for name in unique(records, "name") if name != yardstick]
-    of = by(records, "name", "d")
-    sizes = sorted({d for _, d in of})
-    multiples = {(name, d): ratio(of[name, d], of[yardstick, d], "median") for name in ours for d in sizes}
+    found = by(records, "name", "d")
+    sizes = sorted({d for _, d in found})
+    multiples = {(name, d): ratio(found[name, d], found[yardstick, d], "median") for name in ours for d in sizes}
     rows = [
-        [str(d), time_of(of[yardstick, d], "median"), *(number(multiples[name, d]) for name in ours)] for d in sizes
+        [str(d), time_of(found[yardstick, d], "median"), *(number(multiples[name, d]) for name in ours)] for d in sizes
     ]
     in_mean = [d for d in sizes if d != GROWN]
     if len(in_mean) > 1:
@@ -58,31 +58,31 @@ def _by_size(title: str, records: list[Record], yardstick: str) -> Table:
 
 def _operations(results: dict[str, Any]) -> Table:
     """A row for each d: how many times faster than its standard method each operation is."""
-    of = {o.standard_name: by(select(results, o.name.split()[0].lower()), "name", "d") for o in OPERATIONS}
-    of = {name: records for name, records in of.items() if records}
-    sizes = sorted({d for records in of.values() for _, d in records})
+    found = {o.standard_name: by(select(results, o.name.split()[0].lower()), "name", "d") for o in OPERATIONS}
+    found = {name: records for name, records in found.items() if records}
+    sizes = sorted({d for records in found.values() for _, d in records})
     rows = [
         [
             str(d),
             *(
                 number(ratio(records.get((name, d)), records.get(("fasth", d)), "median"))
-                for name, records in of.items()
+                for name, records in found.items()
             ),
         ]
         for d in sizes
     ]
     title = "Operation, forward pass and all gradients, 32 rows: fasth.SVD and Symmetric, times faster than"
-    return Table(title, ["d", *of], rows)
+    return Table(title, ["d", *found], rows)
 
 
 def _by_method(records: list[Record]) -> Iterator[Table]:
     """For each d a table with a row for each method, the fastest first."""
     for d in sorted({record["d"] for record in records}):
-        of = {record["name"]: record for record in records if record["d"] == d}
-        yardsticks = [of.get(method.name) for method in (LINEAR, COMPACT)]
+        found = {record["name"]: record for record in records if record["d"] == d}
+        yardsticks = [found.get(method.name) for method in (LINEAR, COMPACT)]
         rows = [
             [name, time_of(record, "median"), *(number(ratio(record, yardstick, "median")) for yardstick in yardsticks)]
-            for name, record in sorted(of.items(), key=lambda item: item[1]["median"] or math.inf)
+            for name, record in sorted(found.items(), key=lambda item: item[1]["median"] or math.inf)
         ]
         title = f"Training step, 32 rows, d = {d}"
         yield Table(title, ["method", "time", f"× {LINEAR.name}", f"× {COMPACT.name}"], rows)

@@ -93,10 +93,10 @@ def table(records: list[dict[str, Any]]) -> str:
     columns = ["Python", "torch", "fasth", "compiled core", "passed", "failed", "skipped", "system", "date"]
     lines = [columns, ["---"] * 4 + ["---:"] * 3 + ["---"] * 2]
     for found in sorted(records, key=versions, reverse=True):
-        of = found["versions"]
+        about = found["versions"]
         counts = [f"{found[name]:,}" for name in ("passed", "failed", "skipped")]
         system = system_of(found["system"])
-        lines.append([of["python"], of["torch"], of["fasth"], found["core"], *counts, system, found["date"]])
+        lines.append([about["python"], about["torch"], about["fasth"], found["core"], *counts, system, found["date"]])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

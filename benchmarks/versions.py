@@ -3,7 +3,8 @@
 Each version runs in a process of its own. A step is forward and backward of some rows. The result is the ratio of the
 medians, this version over the other, for each kind of layer and width, and their geometric mean.
 
-Run: python benchmarks/versions.py OTHER/.venv/bin/python [--rows 32] [--sizes 64 …] [--env FASTH_CORE_DIR=DIR]
+Run: python benchmarks/versions.py OTHER/.venv/bin/python [--rows 32] [--sizes 64 …] [--no-bias]
+         [--env FASTH_CORE_DIR=DIR]
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def work() -> None:
 
     import fasth
 
-    def build(kind: str, d: int, rows: int):
+    def build(kind: str, d: int, rows: int, bias: bool):
         torch.manual_seed(0)
         x, g = torch.randn(rows, d, requires_grad=True), torch.randn(rows, d)
         if kind in ("triangular", "full"):
             V = torch.randn(d, d).triu() if kind == "triangular" else torch.randn(d, d)
             V.requires_grad_()
             return lambda: torch.autograd.grad(fasth.householder(x, V, triangular=kind == "triangular"), (x, V), g)
-        layer: nn.Module = getattr(fasth, kind)(d, d) if kind != "Linear" else nn.Linear(d, d)
+        layer: nn.Module = getattr(fasth if kind != "Linear" else nn, kind)(d, d, bias=bias)
         parameters = [p for p in layer.parameters() if p.requires_grad]
         return lambda: torch.autograd.grad(layer(x), (x, *parameters), g)
 
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("python", help="the other version's Python")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048])
+    parser.add_argument("--no-bias", action="store_true", help="layers without bias")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--seconds", type=float, default=1.5, help="for each layer and width")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for this version's process")
@@ -86,7 +88,7 @@ def main() -> None:
     for d in options.sizes:
         for kind in options.kinds:
             for worker in (mine, other):
-                worker.ask(kind, d, options.rows)
+                worker.ask(kind, d, options.rows, not options.no_bias)
             readings: list[tuple[float, float]] = []
             end = time.monotonic() + options.seconds
             while time.monotonic() < end or len(readings) < FLOOR:

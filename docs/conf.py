@@ -30,7 +30,7 @@ extensions = [
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|typing|pathlib|nflows|normflows|zuko|FrEIA)\..*"),  # inventories need a network
-    (r"py:.*", r"Tensor|fasth\.reflections\..*|fasth\..*\.(M|Self|Layer)"),  # torch's, internals, type variables
+    (r"py:.*", r"Tensor|fasth\.(reflections|nn\.held_weight)\..*|fasth\..*\.(M|Self|Layer)"),  # internals
 ]
 default_role = "literal"
 exclude_patterns = ["extensions", "examples"]

@@ -92,7 +92,7 @@ template <class T> Strided<T> matrix_of(const Tensor &t) {
 
 // What is saved for backward, in one tensor, so that a call has one allocation more: x Q_V and a copy of the output, as far as
 // they are saved; then T, the scales, Z and A of all products together; last, whether A is row-major, which may depend on the
-// number of threads. Each part is a multiple of `padding` numbers long. saved_size in plan.py gives the same size.
+// number of threads. Each part is a multiple of `padding` numbers long. saved_size in planner.py gives the same size.
 template <class T> class SavedTensor {
     Tensor tensor;
     Index inner_size, output_size, T_size = 0, scales_size = 0, Z_size = 0, A_size = 0, flag_size = 0;
@@ -103,9 +103,9 @@ template <class T> class SavedTensor {
     template <int products>
     SavedTensor(const Product<T> (&product)[products], Index batch, int save, Index inner, Index output)
         : inner_size(round_up(inner, padding)), output_size(round_up(output, padding)) {
-        for (const Product<T> &of : product) {
-            const Saved<T> &saved = of.saved;
-            if (save >= 1) T_size += batch * saved.factors_size(), scales_size += batch * saved.blocks * saved.K;
+        for (const Product<T> &side : product) {
+            const Saved<T> &saved = side.saved;
+            if (save >= 1) T_size += batch * saved.T_size(), scales_size += batch * saved.blocks * saved.K;
             if (save >= 2) Z_size += batch * saved.blocks * saved.M * saved.K;
             if (save >= 3) A_size += batch * std::max<Index>(saved.blocks - 1, 0) * saved.D * saved.M, flag_size = padding;
         }
@@ -134,11 +134,11 @@ template <class T> class SavedTensor {
             start += size;
             return part(start - size, size);
         };
-        T *factors = next(T_size), *scales = next(scales_size), *Z = next(Z_size), *A = next(A_size);
-        for (Product<T> &of : product) {
-            Saved<T> &saved = of.saved;
-            saved.factors = factors, saved.all_scales = scales, saved.Z = Z, saved.A = A;
-            if (factors) factors += saved.factors_size(), scales += saved.blocks * saved.K;
+        T *all_T = next(T_size), *scales = next(scales_size), *Z = next(Z_size), *A = next(A_size);
+        for (Product<T> &side : product) {
+            Saved<T> &saved = side.saved;
+            saved.all_T = all_T, saved.all_scales = scales, saved.Z = Z, saved.A = A;
+            if (all_T) all_T += saved.T_size(), scales += saved.blocks * saved.K;
             if (Z) Z += saved.blocks * saved.M * saved.K;
             if (A) A += std::max<Index>(saved.blocks - 1, 0) * saved.D * saved.M;
         }
@@ -152,12 +152,12 @@ template <class T> class SavedTensor {
 // Rows stay row-major where they are too few to fill a register; and where a team that has no more than a register of them for
 // each member keeps all of V, row-major too, in its second-level caches: a tenth less time at d = 128 to 256 with 32 rows.
 template <class T> bool are_few(Index m) { return has_inner_products<T> && m <= packet_size<T> / 2; }
-template <class T> bool suit_a_team(const Product<T> &product, Index operations, int threads) {
+template <class T> bool row_major_pays(const Product<T> &product, Index operations, int threads) {
     const Problem<T> &p = product.p;
     const Index members = std::min<Index>(Schedule::threads_for(operations, threads), p.panels());
     const Index bytes = p.reflectors() * p.d * Index(sizeof(T)) / (p.triangular() ? 2 : 1);
-    const bool row_major = product.V.column_stride == 1 || p.blocks() == 0;
-    return has_inner_products<T> && row_major && bytes <= Index(768) << 10 && p.m <= p.packet * members && members > 1;
+    const bool V_row_major = product.V.column_stride == 1 || p.blocks() == 0;
+    return has_inner_products<T> && V_row_major && bytes <= Index(768) << 10 && p.m <= p.packet * members && members > 1;
 }
 template <class T> void set_layout(Problem<T> &p, bool few_rows, bool has_A) {
     p.few_rows = few_rows;
@@ -187,7 +187,7 @@ Product<T> householder_product(const Tensor &x, const Tensor &V, const Plan &pla
 template <class T> Call<T, 1> householder_call(const Product<T> &product, Index batch, int threads, bool forward) {
     const Problem<T> &p = product.p;
     const Index work = batch * round_up(p.m, p.packet) * p.reflectors() * p.d, bytes = p.r * p.d * Index(sizeof(T));
-    const bool finds_T = forward || !product.saved.factors;
+    const bool finds_T = forward || !product.saved.all_T;
     const Schedule schedule(p, batch, work, bytes, p.panels(), threads, !forward);
     return {schedule, {product}, finds_T, product.dV.data != nullptr, {}};
 }
@@ -202,8 +202,8 @@ inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &pla
         Product<T> product[] = {householder_product<T>(x, V, plan)};
         Problem<T> &p = product[0].p;
         const Index operations = round_up(p.m, p.packet) * p.reflectors() * p.d, batch = V.dims() == 3 ? V.size(0) : 1;
-        const bool suits = V.dims() == 2 && suit_a_team(product[0], operations, threads);
-        set_layout(p, suits || are_few<T>(p.m), plan.save == 3);
+        const bool row_major = V.dims() == 2 && row_major_pays(product[0], operations, threads);
+        set_layout(p, row_major || are_few<T>(p.m), plan.save == 3);
         const Tensor out = x.new_contiguous();
         SavedTensor<T> saved(product, batch, plan.save, 0, plan.copy_output ? out.numel() : 0);
         saved.make(x, plan.save || plan.copy_output);
@@ -214,7 +214,7 @@ inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &pla
             nb::gil_scoped_release release;
             forward(householder_call(product[0], batch, threads, true), rows, outs, copies);
         }
-        saved.set_row_major(suits);
+        saved.set_row_major(row_major);
         return saved.with(out);
     });
 }
@@ -306,7 +306,7 @@ struct SVDFactors {
         const Index bytes = (v.r * v.d + (shared ? 0 : u.r * u.d)) * Index(sizeof(T));
         // How many members both products have panels for; one without reflections is no reason to be fewer.
         const Index panels = std::min(v.blocks() ? v.panels() : u.panels(), u.blocks() ? u.panels() : v.panels());
-        const bool finds_T = forward || !(product[0].saved.factors || product[1].saved.factors);
+        const bool finds_T = forward || !(product[0].saved.all_T || product[1].saved.all_T);
         const Schedule schedule(v, 1, work, bytes, panels, threads, !forward);
         return {schedule, {product[0], product[1]}, finds_T, !forward, {dsigma, dbias}};
     }
@@ -337,8 +337,8 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
         Product<T> product[] = {factors.V_product<T>(rows), factors.U_product<T>(rows)};
         const Problem<T> &v = product[0].p, &u = product[1].p;
         const Index operations = round_up(rows, v.packet) * (v.reflectors() * v.d + u.reflectors() * u.d);
-        const bool suit = suit_a_team(product[0], operations, threads) && suit_a_team(product[1], operations, threads);
-        for (Product<T> &of : product) set_layout(of.p, suit || are_few<T>(rows), plan.save == 3);
+        const bool row_major = row_major_pays(product[0], operations, threads) && row_major_pays(product[1], operations, threads);
+        for (Product<T> &side : product) set_layout(side.p, row_major || are_few<T>(rows), plan.save == 3);
         const Tensor out = x.new_with_last(n);
         SavedTensor<T> saved(product, 1, plan.save, plan.save ? rows * m : 0, plan.copy_output ? rows * n : 0);
         saved.make(x, plan.save || plan.copy_output);
@@ -350,7 +350,7 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
             nb::gil_scoped_release release;
             forward(factors.call(product, threads, true), factors.diagonal(product), from, bias.data<const T>(), saved_rows, to);
         }
-        saved.set_row_major(suit);
+        saved.set_row_major(row_major);
         return saved.with(out);
     });
 }
@@ -385,7 +385,7 @@ inline nb::object svd_linear_backward(nb::handle g_, nb::handle output_, nb::han
             saved.give(product);
             const bool has_A = plan.save == 3 && (needs_U || needs_V);
             const bool few_rows = (are_few<T>(rows) || saved.is_row_major()) && (has_A || !(needs_U || needs_V));
-            for (Product<T> &of : product) set_layout(of.p, few_rows, has_A);
+            for (Product<T> &side : product) set_layout(side.p, few_rows, has_A);
             const Tensor dx = needed(0) ? g.new_with_last(m) : Tensor();
             const Tensor dU = needs_U ? factors.U.new_gradient() : Tensor();
             const Tensor dsigma = factors.sigma.here() && needed(2) ? factors.sigma.new_contiguous() : Tensor();

@@ -58,17 +58,17 @@ template <class T> class FewRows {
                 std::memcpy(&target(i, column), own.current[q] + i * stride, sizeof(T) * std::size_t(width));
         });
     }
-    // The rows of another product, each column times its factor, and zeros where that has none.
+    // The rows of another product, each column times its entry of the diagonal, and zeros where that has none.
     void load_scaled(const FewRows &from, const Diagonal<T> &diagonal) {
         for_panels([&](Index q, Index column, Index width, Index stride) {
             own.current[q] = panel(shared.rows, q);
             const Index count = std::clamp<Index>(diagonal.count - column, 0, width);
-            T factors[widest_panel];
-            for (Index c = 0; c < count; ++c) factors[c] = diagonal.factor(column + c);
+            T entries[widest_panel];
+            for (Index c = 0; c < count; ++c) entries[c] = diagonal.entry(column + c);
             for (Index i = first; i < first + rows; ++i) {
                 T *const row = own.current[q] + i * stride;
                 const T *const source = count ? from.own.current[q] + i * from.stride_of(q) : nullptr;
-                for (Index c = 0; c < count; ++c) row[c] = source[c] * factors[c];
+                for (Index c = 0; c < count; ++c) row[c] = source[c] * entries[c];
                 std::fill(row + count, row + stride, T(0));
             }
         });
@@ -176,12 +176,12 @@ template <class T> class FewRows {
             inner_products<T>(rows, K, own.spans, count, {own.S, K});
         }
         FASTH_PHASE(Z);
-        const T *factor = saved.factor(block);
+        const T *block_T = saved.T_of(block);
         if (!upper) {
-            transpose<T>(K, K, {factor, K}, {own.N, K});
-            factor = own.N;
+            transpose<T>(K, K, {block_T, K}, {own.N, K});
+            block_T = own.N;
         }
-        product<T>(Result::set, rows, K, {K, own.S, K, 1, {factor, K}}, {nullptr, 0}, {Z + first * K, K});
+        product<T>(Result::set, rows, K, {K, own.S, K, 1, {block_T, K}}, {nullptr, 0}, {Z + first * K, K});
     }
     // after = rows − Z Y in one panel, on the columns that the block reaches.
     void update(Index q, Index from, Index to, const T *Z, T *after) {

@@ -49,10 +49,10 @@ template <class T> struct Matrix { // row-major, rows row_stride apart
     Index row_stride;
 };
 
-// Which part of a factor is not zero. The rest of it, as far as it is read with a tile, is zero in memory too.
+// Which part of an operand is not zero. The rest of it, as far as it is read with a tile, is zero in memory too.
 enum class Shape { dense, lower_left, upper_left, strictly_lower_right, strictly_upper_right };
 
-// left · right over `inner`. The left factor is read one number at a time, so it may have any strides.
+// left · right over `inner`. The left operand is read one number at a time, so it may have any strides.
 template <class T> struct Term {
     Index inner;
     const T *left;
@@ -104,16 +104,16 @@ FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index
         for (int c = first; c < last; ++c) r[c] = ploadu<Packet<T>>(right + c * width);
 #pragma GCC unroll 16
         for (int i = 0; i < rows; ++i) {
-            const auto factor = pset1<Packet<T>>(left[i / 3][i % 3 * stride]);
+            const auto number = pset1<Packet<T>>(left[i / 3][i % 3 * stride]);
 #pragma GCC unroll 4
-            for (int c = first; c < last; ++c) sum[i][c] = pmadd(factor, r[c], sum[i][c]);
+            for (int c = first; c < last; ++c) sum[i][c] = pmadd(number, r[c], sum[i][c]);
         }
 #pragma GCC unroll 6
         for (int i = 0; i < pointers; ++i) left[i] += step;
     }
 }
 
-// The same over all of `inner`, except where a factor is zero.
+// The same over all of `inner`, except where an operand is zero.
 template <bool right_may_be_triangular, class T, int rows, int columns>
 FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Accumulators<T, rows, columns> &sum) {
     constexpr Index width = packet_size<T>;
@@ -191,7 +191,7 @@ inline void tile_of(Index wanted, Result result, const Term<T> (&term)[terms], I
 }
 
 // out = base ± Σ left · right. The number of columns is a multiple of the packet size. The first of several terms may have a
-// triangular factor on the right, if tiles are not wider than usual.
+// triangular operand on the right, if tiles are not wider than usual.
 template <class T, int tile_columns = usual_tile, int terms>
 void product(Result result, Index rows, Index columns, const Term<T> (&term)[terms], Matrix<const T> base, Matrix<T> out,
              Index column = 0) {
@@ -398,8 +398,8 @@ template <class T> inline void invert_square(Matrix<const T> B, const T *diagona
         }
 #pragma GCC unroll 16
         for (Index i = 0; i < j; ++i) {
-            const auto factor = pset1<Packet<T>>(-B.data[i * B.row_stride + j]);
-            for (Index c = 0; c < packets; ++c) rows[i][c] = pmadd(factor, rows[j][c], rows[i][c]);
+            const auto multiple = pset1<Packet<T>>(-B.data[i * B.row_stride + j]);
+            for (Index c = 0; c < packets; ++c) rows[i][c] = pmadd(multiple, rows[j][c], rows[i][c]);
         }
     }
 }

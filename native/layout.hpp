@@ -106,23 +106,23 @@ struct Columns {
 // after every block but the one that acts last, A: (N - 1, D, M). Any may be left out, the scales only with T. Sizes are
 // multiples of `padding`. An A of few rows has them row-major in panels.
 template <class T> struct Saved {
-    T *factors = nullptr, *all_scales = nullptr, *Z = nullptr, *A = nullptr;
+    T *all_T = nullptr, *all_scales = nullptr, *Z = nullptr, *A = nullptr;
     Index blocks = 0, K = 0, M = 0, D = 0;
 
     Saved() = default;
     Saved(const Problem<T> &p, Index longest)
         : blocks(p.blocks()), K(p.K()), M(round_up(p.m, padding)), D(round_up(longest, padding)) {}
 
-    Index factors_size() const { return blocks * K * K; }
-    T *factor(Index block) const { return factors + block * K * K; }
+    Index T_size() const { return blocks * K * K; }
+    T *T_of(Index block) const { return all_T + block * K * K; }
     T *scales(Index block) const { return all_scales + block * K; }
     T *Z_of(Index block) const { return Z + block * M * K; }
     T *A_at(Index place) const { return A + place * D * M; }
 
     // The same for another matrix of the batch, and for the rows from one on.
-    Saved of(Index b) const {
+    Saved in_batch(Index b) const {
         Saved other = *this;
-        if (factors) other.factors += b * factors_size(), other.all_scales += b * blocks * K;
+        if (all_T) other.all_T += b * T_size(), other.all_scales += b * blocks * K;
         if (Z) other.Z += b * blocks * M * K;
         if (A) other.A += b * (blocks - 1) * D * M;
         return other;
@@ -150,7 +150,7 @@ template <class T> struct Diagonal {
         const bool V_negative = c < V_signs && std::signbit(V(c, c)), U_negative = c < U_signs && std::signbit(U(c, c));
         return V_negative == U_negative ? T(1) : T(-1);
     }
-    T factor(Index c) const { return sigma ? sigma[c] * sign(c) : sign(c); }
+    T entry(Index c) const { return sigma ? sigma[c] * sign(c) : sign(c); }
 };
 
 // Where a member works on one block.

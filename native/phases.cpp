@@ -57,7 +57,7 @@ int main(int argc, char **argv) {
     Problem<float> p{m, d, d, form, false, k, panel_for(d)};
     p.has_A = m <= k;
     Saved<float> saved(p, d);
-    saved.factors = draw(saved.factors_size());
+    saved.all_T = draw(saved.T_size());
     saved.all_scales = draw(saved.blocks * saved.K);
     saved.Z = draw(saved.blocks * saved.M * saved.K);
     if (p.has_A) saved.A = draw(saved.blocks * saved.D * saved.M);

@@ -29,7 +29,7 @@ struct Times {
     }
 };
 
-// A matrix of (h, h) in panels of columns, each contiguous: as `product` reads its right factor, whatever its strides were.
+// A matrix of (h, h) in panels of columns, each contiguous: as `product` reads its right operand, whatever its strides were.
 template <class T> class Panels {
   public:
     static constexpr Index width = usual_tile * packet_size<T>;

@@ -57,9 +57,9 @@ inline nb::object recurrence(nb::handle x_, const Sizes &sizes, nb::handle W_, n
         expect(bias.here() ? bias.has_shape({h}) : f != int(Activation::modrelu), "modReLU should have a bias of shape (", h,
                ",); got ", bias);
         const Tensor out = x.new_contiguous();
-        by_activation(f, [&](auto of) {
+        by_activation(f, [&](auto activation) {
             nb::gil_scoped_release release;
-            call.template forward<decltype(of)::value>(x.data<const T>(), weight, h0.data<const T>(), bias.data<const T>(),
+            call.template forward<decltype(activation)::value>(x.data<const T>(), weight, h0.data<const T>(), bias.data<const T>(),
                                                        out.data<T>());
         });
         return out.object;
@@ -84,9 +84,9 @@ inline nb::object recurrence_backward(nb::handle g_, const Sizes &sizes, nb::han
             expect(h0.has_shape({call.batch(), h}), "`h0` should have shape (", call.batch(), ", ", h, "); got ", h0);
             const Tensor dx = g.new_contiguous(), dh0 = needs_h0 ? h0.new_contiguous() : Tensor();
             const Tensor dbias = needs_bias ? g.new_pooled({h}) : Tensor();
-            by_activation(f, [&](auto of) {
+            by_activation(f, [&](auto activation) {
                 nb::gil_scoped_release release;
-                call.template backward<decltype(of)::value>(g.data<const T>(), weight, out.data<const T>(), dx.data<T>(),
+                call.template backward<decltype(activation)::value>(g.data<const T>(), weight, out.data<const T>(), dx.data<T>(),
                                                             dh0.data<T>(), dbias.data<T>());
             });
             return nb::object(nb::make_tuple(dx.object, dh0.or_none(), dbias.or_none()));

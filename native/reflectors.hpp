@@ -1,4 +1,4 @@
-// The reflectors of one block: where products read them, and T, the triangular factor of their product.
+// The reflectors of one block: where products read them, and T, the triangular matrix of their product.
 #pragma once
 
 #include <cstring>
@@ -72,13 +72,13 @@ template <class T> struct Reflectors {
     }
 
     // Asks for the block's entries in a panel ahead of their use.
-    template <bool to_write, class U> void prefetch_panel(const Strided<U> &of, Index block, Index q) const {
-        if (!far || q >= columns.panels || (of.column_stride != 1 && of.row_stride != 1)) return;
+    template <bool to_write, class U> void prefetch_panel(const Strided<U> &matrix, Index block, Index q) const {
+        if (!far || q >= columns.panels || (matrix.column_stride != 1 && matrix.row_stride != 1)) return;
         const Index kb = p.size_of(block), column = columns.column(q);
-        if (of.column_stride == 1)
-            prefetch<to_write>(&of(block * p.k, column), kb, of.row_stride, columns.width(q));
+        if (matrix.column_stride == 1)
+            prefetch<to_write>(&matrix(block * p.k, column), kb, matrix.row_stride, columns.width(q));
         else
-            prefetch<to_write>(&of(block * p.k, column), columns.width(q), of.column_stride, kb);
+            prefetch<to_write>(&matrix(block * p.k, column), columns.width(q), matrix.column_stride, kb);
     }
 
   private:
@@ -120,7 +120,7 @@ template <class T> struct Reflectors {
 };
 
 // T and the scales of blocks.
-template <class T> class Factors {
+template <class T> class TFinder {
     const Problem<T> &p;
     const Reflectors<T> reflectors;
     const Scratch<T> &own;
@@ -128,7 +128,7 @@ template <class T> class Factors {
     const Index K;
 
   public:
-    Factors(const Problem<T> &p, Strided<const T> V, const Scratch<T> &own)
+    TFinder(const Problem<T> &p, Strided<const T> V, const Scratch<T> &own)
         : p(p), reflectors(p, V, Columns(p, 1, 0)), own(own), at(own.whole), K(p.K()) {}
 
     // A member's share of all blocks. A barrier has to follow.
@@ -148,7 +148,7 @@ template <class T> class Factors {
             reflectors.prepare(at, block, scales);
             form_gram();
         }
-        invert(saved.factor(block));
+        invert(saved.T_of(block));
     }
 
     // G = Y Yᵀ from the diagonal on, as inner products of rows where these are whole packets.
@@ -220,7 +220,7 @@ template <class T> class Factors {
 
     // T = B⁻¹: (K, K) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first. Padding has the rows of
     // the identity. A zero reflector has T = 1 and Y = 0.
-    void invert(T *factor) const {
+    void invert(T *block_T) const {
         FASTH_PHASE(invert);
         const T *const G = own.G;
         T diagonal[padding];
@@ -229,12 +229,12 @@ template <class T> class Factors {
                 const T half = j + i < at.size ? G[(j + i) * K + j + i] / 2 : T(0);
                 diagonal[i] = half == 0 ? T(1) : 1 / half;
             }
-            T *const rows = factor + j * K;
+            T *const rows = block_T + j * K;
             for (Index i = 0; i < padding; ++i) std::fill_n(rows + i * K, j, T(0));
             invert_square<T>({G + j * K + j, K}, diagonal, {rows + j, K});
             const Index right = j + padding, rest = K - right; // −T_jj B_j,rest T_rest,rest
             if (rest == 0) continue;
-            product<T>(Result::set, padding, rest, {rest, G + j * K + right, K, 1, {factor + right * K + right, K}},
+            product<T>(Result::set, padding, rest, {rest, G + j * K + right, K, 1, {block_T + right * K + right, K}},
                        {nullptr, 0}, {own.N, rest});
             product<T>(Result::negative, padding, rest, {padding, rows + j, K, 1, {own.N, rest}, Shape::upper_left},
                        {nullptr, 0}, {rows + right, K});

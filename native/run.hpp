@@ -80,12 +80,12 @@ template <class T, int products> struct Call {
     // The workspace has a bench for every team, the sums of all teams but the first, and T where it is not saved.
     struct Memory {
         char *data;
-        Index bench_size, sums_size, factors_size;
+        Index bench_size, sums_size, T_size;
         int benches, sums;
-        Index size(int places) const { return benches * bench_size + sums * sums_size + places * factors_size; }
+        Index size(int places) const { return benches * bench_size + sums * sums_size + places * T_size; }
         Carver bench(int team) const { return Carver(data + team * bench_size); }
         Carver sums_of(int team) const { return Carver(data + benches * bench_size + (team - 1) * sums_size); }
-        Carver factors(int place) const { return Carver(data + benches * bench_size + sums * sums_size + place * factors_size); }
+        Carver T_at(int place) const { return Carver(data + benches * bench_size + sums * sums_size + place * T_size); }
     };
     template <class Member> struct Bench { // what a member sees of it
         typename Member::Shared shared[products];
@@ -133,11 +133,11 @@ template <class T, int products> struct Call {
     }
 
     template <class Member, class Work> void run_as(const Schedule &s, const Work &work) const {
-        Carver bench, sums, factors; // these count
+        Carver bench, sums, blocks_of_T; // these count
         take_bench<Member>(s, 0, bench);
         take_sums(sums);
-        for (const Product<T> &of : product) take_factors(of.saved, factors);
-        Memory memory{nullptr, bench.size(), sums.size(), factors.size(), s.teams, back && s.parts > 1 ? s.teams - 1 : 0};
+        for (const Product<T> &side : product) take_T(side.saved, blocks_of_T);
+        Memory memory{nullptr, bench.size(), sums.size(), blocks_of_T.size(), s.teams, back && s.parts > 1 ? s.teams - 1 : 0};
         const Workspace workspace(memory.size(s.batch > 1 ? s.teams : 1));
         memory.data = workspace.data();
         Team::Barrier barriers[1 + Schedule::most_teams];
@@ -156,8 +156,8 @@ template <class T, int products> struct Call {
         const bool batched = s.batch > 1; // matrices are shared out, else parts
         for (Index b = batched ? number : 0; b < s.batch; b += batched ? s.teams : 1) {
             Saved<T> saved[products];
-            Carver factors = memory.factors(batched ? number : 0);
-            for (int i = 0; i < products; ++i) saved[i] = take_factors(product[i].saved.of(b), factors);
+            Carver blocks_of_T = memory.T_at(batched ? number : 0);
+            for (int i = 0; i < products; ++i) saved[i] = take_T(product[i].saved.in_batch(b), blocks_of_T);
             if (finds_T) find_T(bench, b, saved, batched ? team : all);
             const Sums<T, products> sums = sums_of(number, b, memory);
             for (Index turn = 0; turn < s.parts; ++turn) {
@@ -182,16 +182,16 @@ template <class T, int products> struct Call {
     }
 
     // With a place in the workspace for T and the scales, where they are not saved.
-    static Saved<T> take_factors(Saved<T> saved, Carver &carver) {
-        if (saved.factors) return saved;
-        saved.factors = carver.take<T>(saved.factors_size());
+    static Saved<T> take_T(Saved<T> saved, Carver &carver) {
+        if (saved.all_T) return saved;
+        saved.all_T = carver.take<T>(saved.T_size());
         saved.all_scales = carver.take<T>(saved.blocks * saved.K);
         return saved;
     }
     template <class Bench> void find_T(const Bench &bench, Index b, const Saved<T> (&saved)[products], Team &team) const {
         for (int i = 0; i < products; ++i) {
             const Problem<T> &p = product[i].p;
-            Factors<T>(p, product[i].V[b], bench.own[i]).find_share(team, saved[i]);
+            TFinder<T>(p, product[i].V[b], bench.own[i]).find_share(team, saved[i]);
             const Index padded = saved[i].M - p.m; // rows of Z
             for (Index block = team.rank; saved[i].Z && block < p.blocks(); block += team.size)
                 std::fill_n(saved[i].Z_of(block) + p.m * saved[i].K, padded * saved[i].K, T(0));

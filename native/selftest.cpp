@@ -112,8 +112,8 @@ template <class T> struct Definition {
             const W *const v = reflector(i), squared = dot(v, v, d);
             std::copy_n(row, d, inputs + i * d);
             if (squared == 0) continue;
-            const W factor = 2 * dot(row, v, d) / squared;
-            for (Index c = 0; c < d; ++c) row[c] -= factor * v[c];
+            const W multiple = 2 * dot(row, v, d) / squared;
+            for (Index c = 0; c < d; ++c) row[c] -= multiple * v[c];
         }
     }
     // Replaces the gradient of the product by that of the row, and adds to that of V.
@@ -147,7 +147,7 @@ template <class T> struct Definition {
 
 // Memory for what is saved for backward: nothing, T, Z too, A too, for 0 to 3.
 template <class T> struct SavedNumbers {
-    Numbers<T> factors, scales, Z, A;
+    Numbers<T> all_T, scales, Z, A;
     Saved<T> take(const Problem<T> &p, Index longest, Index batch, int save) {
         Saved<T> saved(p, longest);
         const auto make = [](Numbers<T> &numbers, Index count) {
@@ -155,7 +155,7 @@ template <class T> struct SavedNumbers {
             return numbers.data();
         };
         if (save >= 1) {
-            saved.factors = make(factors, batch * saved.factors_size());
+            saved.all_T = make(all_T, batch * saved.T_size());
             saved.all_scales = make(scales, batch * saved.blocks * saved.K);
         }
         if (save >= 2) saved.Z = make(Z, batch * saved.blocks * saved.M * saved.K);
@@ -319,13 +319,13 @@ template <class T> struct SVDLinear {
             Numbers<W> a(x.begin() + i * s.m, x.begin() + (i + 1) * s.m), y(std::size_t(s.n));
             Numbers<W> gy(g.begin() + i * s.n, g.begin() + (i + 1) * s.n), ga(std::size_t(s.m));
             Q_V.forward(a.data(), V_inputs.data());
-            for (std::size_t c = 0; c < sigma.size(); ++c) y[c] = a[c] * W(between.factor(Index(c)));
+            for (std::size_t c = 0; c < sigma.size(); ++c) y[c] = a[c] * W(between.entry(Index(c)));
             Q_U.forward(y.data(), U_inputs.data());
             for (std::size_t c = 0; c < bias.size(); ++c) dbias[c] += gy[c], out.push_back(y[c] + W(bias[c]));
             Q_U.backward(gy.data(), U_inputs.data(), gU.data());
             for (std::size_t c = 0; c < sigma.size(); ++c) {
                 dsigma[c] += a[c] * gy[c] * W(between.sign(Index(c)));
-                ga[c] = gy[c] * W(between.factor(Index(c)));
+                ga[c] = gy[c] * W(between.entry(Index(c)));
             }
             inner.insert(inner.end(), a.begin(), a.end());
             after.insert(after.end(), gy.begin(), gy.end());

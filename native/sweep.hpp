@@ -84,7 +84,7 @@ template <class T> class Sweep {
         });
     }
 
-    // The rows of another product, each column times its factor, and zeros where that has none.
+    // The rows of another product, each column times its entry of the diagonal, and zeros where that has none.
     void load_scaled(const Sweep &from, const Diagonal<T> &diagonal) {
         for_panels([&](Index q, Index column, Index width) {
             T *const panel = own.rows[0] + q * p.panel_size();
@@ -92,8 +92,8 @@ template <class T> class Sweep {
             const Index count = std::clamp<Index>(diagonal.count - column, 0, width);
             for (Index c = 0; c < count; ++c) {
                 const T *const source = from.current(q) + c * stride;
-                const T factor = diagonal.factor(column + c);
-                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] = source[i] * factor;
+                const T entry = diagonal.entry(column + c);
+                for (Index i = 0; i < lanes; ++i) panel[c * stride + i] = source[i] * entry;
             }
             for (Index c = count; c < width; ++c) std::fill_n(panel + c * stride, lanes, T(0));
         });
@@ -250,7 +250,7 @@ template <class T> class Sweep {
     }
 
     const T *Z_of(const Block<T> &at) const { return saved.Z ? saved.Z_of(at.number) : own.Z; }
-    void prefetch_T(Index block) const { prefetch<false>(saved.factor(block), 1, 0, K * K); }
+    void prefetch_T(Index block) const { prefetch<false>(saved.T_of(block), 1, 0, K * K); }
     // A panel of A, and a request for the next.
     template <bool to_write> T *saved_panel(Index block, Index q) const {
         T *const A = saved.A_at(p.place(block));
@@ -351,11 +351,11 @@ template <class T> class Sweep {
     // Zᵀ = (S T)ᵀ if `upper`, else (S Tᵀ)ᵀ: (K, lanes), from the first row on that changes.
     void multiply_by_T(Index block, bool upper, const T *St, T *Zt) const {
         FASTH_PHASE(Z);
-        const T *const factor = saved.factor(block);
+        const T *const block_T = saved.T_of(block);
         const Index first = p.first_row(block);
         const Matrix<const T> right{St + first, stride};
-        const Term<T> term = upper ? Term<T>{K, factor, 1, K, right, Shape::lower_left}
-                                   : Term<T>{K, factor, K, 1, right, Shape::upper_left};
+        const Term<T> term = upper ? Term<T>{K, block_T, 1, K, right, Shape::lower_left}
+                                   : Term<T>{K, block_T, K, 1, right, Shape::upper_left};
         product<T>(Result::set, K, lanes - first, term, {nullptr, 0}, {Zt + first, stride});
     }
 };

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -68,6 +69,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if fixture in metafunc.fixturenames:
             names = [name for name in names if only in (None, name)]
             metafunc.parametrize(fixture, [getattr(torch, name) for name in names], ids=names)
+
+
+def pytest_collection_finish() -> None:
+    """Excludes what has been imported from garbage collections: a full one takes 0.01 s instead of 0.3."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

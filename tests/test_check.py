@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import python
+from processes import forked
 from torch import Tensor
 
 from fasth import LinearSVD, functional
@@ -121,7 +121,7 @@ def test_a_wrong_backend_is_named(tmp_path, monkeypatch, capsys, backend, words)
 @pytest.mark.parametrize("stored", check.DTYPES)
 def test_a_wrong_layer_is_named(tmp_path, monkeypatch, stored):
     multiply = LinearSVD._multiply
-    monkeypatch.setattr(LinearSVD, "_multiply", lambda self, x: multiply(self, x) * 1.1)
+    monkeypatch.setattr(LinearSVD, "_multiply", lambda self, x, sigma: multiply(self, x, sigma) * 1.1)
     out = tmp_path / "report.json"
     assert run(out, "--dtype", stored, "--only", "d = 64, 7 rows, bias") == 1
     failed = [record["name"] for record in report(out)["checks"] if record["status"] == "failed"]
@@ -156,7 +156,7 @@ def test_an_interruption_leaves_what_was_done(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["nonsense", "meta", *([] if torch.cuda.is_available() else ["cuda"])])
 def test_a_device_that_is_not_there(tmp_path, name):
-    done = python("-m", "fasth", "check", "--device", name, "--out", str(tmp_path / "report.json"))
+    done = forked("-m", "fasth", "check", "--device", name, "--out", str(tmp_path / "report.json"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("fasth: ") and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -185,10 +185,8 @@ def test_progress_is_for_terminals(tmp_path, monkeypatch, capsys):
 
 
 def test_other_commands_do_not_load_it():
-    done = python(
-        "-c", "import sys; from fasth.tools.cli import main; main([]); sys.exit('fasth.check' in sys.modules)"
-    )
-    assert done.returncode == 0
+    code = "import sys; from fasth.tools.cli import main; main([]); sys.exit('fasth.tools.check' in sys.modules)"
+    assert forked("-c", code).returncode == 0
 
 
 def test_dtypes_that_a_device_has():

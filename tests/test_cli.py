@@ -8,7 +8,7 @@ import platform
 
 import pytest
 import torch
-from processes import python
+from processes import forked, python
 
 import fasth
 from fasth.reflections import core
@@ -24,13 +24,15 @@ def lines(printed: str) -> dict[str, str]:
 
 
 def info(*arguments: str, **environment: str) -> dict[str, str]:
-    done = python("-m", "fasth", *arguments, **environment)
+    done = forked("-m", "fasth", *arguments, **environment)
     assert (done.returncode, done.stderr) == (0, "")
     return {name: value.strip() for name, value in lines(done.stdout).items()}
 
 
 def test_info_names_versions_machine_and_threads():
-    found = info("info", OMP_NUM_THREADS="1")
+    done = python("-m", "fasth", "info", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {name: value.strip() for name, value in lines(done.stdout).items()}
     assert (found["fasth"], found["torch"]) == (fasth.__version__, torch.__version__)
     assert found["python"] == platform.python_version()
     assert found["threads"] == "1"
@@ -89,17 +91,17 @@ def test_info_says_that_the_kernels_are_interpreted():
     ],
 )
 def test_settings_that_mean_nothing_are_errors(environment, words):
-    done = python("-m", "fasth", "info", **environment)
+    done = forked("-m", "fasth", "info", **environment)
     assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
     assert words in done.stderr
     # A program that imports fasth is told at its first product, and not before.
     code = "import fasth, torch; print('imported'); fasth.LinearSVD(3, 3)(torch.ones(3))"
-    done = python("-c", code, **environment)
+    done = forked("-c", code, **environment)
     assert done.returncode == 1 and done.stdout == "imported\n" and words in done.stderr
 
 
 def test_a_backend_that_is_not_built_is_an_error(tmp_path):
-    done = python("-m", "fasth", "info", FASTH_BACKEND="core", FASTH_CORE_DIR=str(tmp_path))
+    done = forked("-m", "fasth", "info", FASTH_BACKEND="core", FASTH_CORE_DIR=str(tmp_path))
     assert done.returncode == 2 and "no compiled core was built" in done.stderr
 
 
@@ -115,15 +117,15 @@ def test_info_follows_the_forced_instruction_set(level):
 @needs_core
 def test_json_for_a_program_to_read():
     level = core.available_levels()[0]
-    done = python("-m", "fasth", "info", "--json", FASTH_ISA=level, OMP_NUM_THREADS="1")
+    done = forked("-m", "fasth", "info", "--json", FASTH_ISA=level)
     found = json.loads(done.stdout)
-    assert (found["core"], found["threads"]) == (level, 1)
+    assert found["core"] == level and found["threads"] >= 1
     assert found["settings"]["FASTH_ISA"] == level
     assert set(core.available_levels()) <= set(found["levels"]["built"])
 
 
 def test_an_instruction_set_that_is_not_here_is_an_error_without_a_traceback():
-    done = python("-m", "fasth", "info", FASTH_ISA="nonsense")
+    done = forked("-m", "fasth", "info", FASTH_ISA="nonsense")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("fasth: FASTH_ISA should be one of ")
     assert done.stderr.endswith("; got 'nonsense'\n")

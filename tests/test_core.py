@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import script
+from processes import script, script_alone
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -23,6 +23,7 @@ from fasth.reflections import core, definition
 from fasth.reflections.plan import COMPACT, CORE, FORMS, FULL, SAVE_A, SAVE_NOTHING, SAVE_T, SAVE_Z, TRIANGULAR, Plan
 from fasth.reflections.planner import number_of_blocks, saved_size
 from fasth.tools.problems import Problem, assert_all_close, assert_close, gradient_of
+from fasth.tools.twins import definition_svd
 
 pytestmark = pytest.mark.skipif(core.core() is None, reason="no compiled core is built, or it is switched off")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, or forks")
@@ -102,14 +103,20 @@ def problems(rows: int, d: int) -> list[Problem]:
         Problem("ragged", (rows + 28, d + 33), (d - 30, d + 33), 16),
         Problem("no whole packets", (rows - 2, d + 3), (d + 3, d + 3), 20),
         Problem("r > d", (rows, d), (d + 50, d), 32),
-        Problem("long and short", (rows, d), (d, d), of_V=lambda V: V * 10.0 ** (30 - torch.arange(d)[:, None] % 61)),
-        Problem("zeros", (rows, d), (d, d), of_V=lambda V: V * (torch.arange(d) % 3 > 0)[:, None]),
-        Problem("column-major", (rows, d), (d, d), of_V=lambda V: V.mT.clone().mT),
-        Problem("columns 8 KiB apart", (rows, d), (d, d), of_V=lambda V: pad(V.mT, (0, 2048 - d))[:, :d].mT),
         Problem(
-            "strided", (rows, d), (d, d), of_x=lambda x: pad(x, (0, d))[:, :d], of_V=lambda V: pad(V, (0, 3))[:, :d]
+            "long and short", (rows, d), (d, d), change_V=lambda V: V * 10.0 ** (30 - torch.arange(d)[:, None] % 61)
         ),
-        Problem("every other column", (rows, d), (d, d), of_V=lambda V: V.repeat_interleave(2, -1)[:, ::2]),
+        Problem("zeros", (rows, d), (d, d), change_V=lambda V: V * (torch.arange(d) % 3 > 0)[:, None]),
+        Problem("column-major", (rows, d), (d, d), change_V=lambda V: V.mT.clone().mT),
+        Problem("columns 8 KiB apart", (rows, d), (d, d), change_V=lambda V: pad(V.mT, (0, 2048 - d))[:, :d].mT),
+        Problem(
+            "strided",
+            (rows, d),
+            (d, d),
+            change_x=lambda x: pad(x, (0, d))[:, :d],
+            change_V=lambda V: pad(V, (0, 3))[:, :d],
+        ),
+        Problem("every other column", (rows, d), (d, d), change_V=lambda V: V.repeat_interleave(2, -1)[:, ::2]),
         Problem("few matrices", (2, rows, d), (2, 60, d), 16),
         Problem("many matrices", (7, rows, d), (7, 30, d), 16),
     ]
@@ -224,7 +231,7 @@ def test_the_signs_of_compact_reflectors_are_no_concern_of_a_single_product(prec
         Problem("ragged", (70, 140), (70, 140), 16),
         Problem("no whole packets", (123, 123), (123, 123), 20),
         Problem("few rows", (5, 90), (90, 90)),
-        Problem("column-major", (101, 120), (120, 120), of_V=lambda V: V.mT.clone().mT),
+        Problem("column-major", (101, 120), (120, 120), change_V=lambda V: V.mT.clone().mT),
     ],
     ids=lambda problem: problem.name,
 )
@@ -242,21 +249,6 @@ def test_rows_of_the_identity(problem, form):
             none, dV = core.core().householder_backward(of_out, out, V, saved, (False, True), options, 3)
             assert none is None
             assert_all_close((out, g, dV), (value, g, gradient), full)
-
-
-def weight(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -> Tensor:
-    """W, from the definition."""
-    signed = [] if form != COMPACT else [U] if V is None else [U, V]
-    U, V = (U.mT, U) if V is None else (U, V)
-    k = min(U.shape[-1], V.shape[-1]) if sigma is None else len(sigma)
-    sigma = torch.ones(k, dtype=U.dtype) if sigma is None else sigma
-    for side in signed:
-        signs = torch.where(side.detach().diagonal().signbit(), -1.0, 1.0)[:k]
-        sigma = sigma * pad(signs, (0, k - len(signs)), value=1.0)
-    Q_U, Q_V = (
-        definition.householder(torch.eye(t.shape[-1]).to(t), reflectors(t, form), transpose=True)[:, :k] for t in (U, V)
-    )
-    return Q_U * sigma @ Q_V.mT
 
 
 def weight_from_core(
@@ -307,7 +299,7 @@ def test_svd_linear_agrees_with_the_definition(rows, form, sides, shape):
         doubles = [None if t is None else t.double().requires_grad_() for t in tensors]
         if sides == "symmetric":
             doubles[3] = doubles[1]
-        W = weight(*doubles[1:4], form)
+        W = definition_svd(*doubles[1:4], FORMS[form])
         expected = torch.nn.functional.linear(doubles[0], W, doubles[4])
         wanted = list(dict.fromkeys(t for t in doubles if t is not None))
         gradients = dict(zip(wanted, torch.autograd.grad(expected, wanted, g.double()), strict=True))
@@ -315,12 +307,12 @@ def test_svd_linear_agrees_with_the_definition(rows, form, sides, shape):
         scale = W.detach().abs().max().item() + W.detach().norm(2).item()
         size = max(scale, 1) * x.norm().item() * g.norm().item() / (1 if form == COMPACT else 0.1)
         for dtype in DTYPES:
-            given = [None if t is None else t.to(dtype) for t in tensors]
+            rounded = [None if t is None else t.to(dtype) for t in tensors]
             if sides == "symmetric":
-                given[3] = given[1]
-            out, *actual = weight_from_core(given, g.to(dtype), options, threads)
+                rounded[3] = rounded[1]
+            out, *actual = weight_from_core(rounded, g.to(dtype), options, threads)
             assert_close(out, expected.detach(), scale * x.norm(dim=-1).max().item() + 10, n + m)
-            for t, stored, double, name in zip(actual, given, doubles, ("x", "U", "sigma", "V", "bias"), strict=True):
+            for t, stored, double, name in zip(actual, rounded, doubles, ("x", "U", "sigma", "V", "bias"), strict=True):
                 if stored is None or (name == "V" and sides == "symmetric"):
                     assert t is None
                     continue
@@ -715,7 +707,7 @@ def test_other_python_threads_run_meanwhile(what):
 
 @linux_only
 def test_shares_the_threads_of_torch():
-    script("""
+    script_alone("""
 import os, re, torch
 from fasth.reflections import core
 from fasth.reflections.plan import CORE, Plan
@@ -758,7 +750,7 @@ def test_inside_another_parallel_region():
 
 @linux_only
 def test_after_a_fork():
-    script("""
+    script_alone("""
 import multiprocessing, torch
 from fasth.tools.problems import *
 from test_core import draw, from_core, from_definition
@@ -822,7 +814,7 @@ def test_a_large_gradient_is_a_tensor_like_any_other():
 @linux_only
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer reserves terabytes")
 def test_running_out_of_memory_is_a_python_error():
-    script("""
+    script_alone("""
 import resource, torch
 from fasth.reflections import core
 from fasth.reflections.plan import CORE, Plan

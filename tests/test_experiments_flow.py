@@ -17,7 +17,7 @@ from experiments import harness
 from experiments.flow import training
 from experiments.flow.__main__ import EXPERIMENT
 from experiments.flow.grid import FULL, best, finals
-from experiments.flow.models import MIXERS, STARTS, Flow, installed
+from experiments.flow.models import IMAGE_MIXERS, MIXERS, STARTS, Flow, installed
 from experiments.harness import data
 from experiments.harness.results import Results
 
@@ -74,7 +74,23 @@ def test_all_mixers_start_as_the_same_function(start):
 @pytest.mark.parametrize("shape", [(6,), (1, 4, 4)], ids=str)
 def test_density_is_that_of_the_jacobian(in_double, shape, mixer, start):
     torch.manual_seed(0)
-    made = Flow(shape, MIXERS[mixer], start, steps=2, width=4)
+    density_is_that_of_the_jacobian(Flow(shape, MIXERS[mixer], start, steps=2, width=4), shape)
+
+
+@pytest.mark.parametrize("mixer", IMAGE_MIXERS)
+def test_convolutions_start_as_the_1x1_that_they_replace(in_double, small_images, mixer):
+    x = training.images().training[:16].double()
+    flows = []
+    for made in (MIXERS["dense"], IMAGE_MIXERS[mixer]):
+        torch.manual_seed(0)
+        flows.append(Flow((1, 8, 8), made, "whitening", steps=2, width=4))
+        flows[-1](x, normalize=True)
+    for expected, found in zip(*(flow(x) for flow in flows), strict=True):
+        torch.testing.assert_close(found, expected)
+    density_is_that_of_the_jacobian(Flow((1, 4, 4), IMAGE_MIXERS[mixer], "rotation", steps=2, width=4), (1, 4, 4))
+
+
+def density_is_that_of_the_jacobian(made, shape):
     made(torch.randn(50, *shape), normalize=True)
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)  # the couplings were the identity

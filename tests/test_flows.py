@@ -290,13 +290,15 @@ ONE_CALL = {
 }
 
 
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
 @pytest.mark.parametrize("is_cached", [False, True], ids=["", "cached"])
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_forward_and_logabsdet_are_one_call_that_computes_sigma_once(name, is_cached, monkeypatch):
+def test_a_result_and_its_logabsdet_are_one_call_that_computes_sigma_once(name, is_cached, inverse, monkeypatch):
     make, shape = ONE_CALL[name]
     layer, x = perturbed(make()).double(), torch.randn(shape, dtype=torch.float64)
     parameters = [p for p in layer.parameters() if p.requires_grad]
-    expected = layer(x), layer.logabsdet(*x.shape[2:])
+    sign = -1 if inverse else 1
+    expected = (layer.inverse if inverse else layer)(x), sign * layer.logabsdet(*x.shape[2:])
     wanted = torch.autograd.grad(expected[0].sin().sum() + expected[1], parameters)
     calls = []
     kind = type(getattr(layer, "spectrum", None))
@@ -304,11 +306,31 @@ def test_forward_and_logabsdet_are_one_call_that_computes_sigma_once(name, is_ca
         evaluate = kind.__call__
         monkeypatch.setattr(kind, "__call__", lambda self, raw: calls.append(1) or evaluate(self, raw))
     with cached() if is_cached else contextlib.nullcontext():
-        y, logabsdet = layer.forward_and_logabsdet(x)
+        y, logabsdet = (layer.inverse_and_logabsdet if inverse else layer.forward_and_logabsdet)(x)
         found = torch.autograd.grad(y.sin().sum() + logabsdet, parameters)
     for actual, value in zip((y, logabsdet, *found), (*expected, *wanted), strict=True):
         torch.testing.assert_close(actual, value)
-    assert len(calls) == hasattr(layer, "spectrum") * (2 if is_cached else 1)  # a cached weight is formed by itself
+    once = 2 if is_cached and not inverse else 1  # a cached weight is formed by itself
+    assert len(calls) == hasattr(layer, "spectrum") * once
+
+
+@pytest.mark.parametrize("make", [lambda: LinearSVD(4, 4, rank=2), lambda: Conv2dSVD(4, 4, 1, rank=2)])
+def test_a_layer_of_lower_rank_has_the_determinant_zero(make):
+    layer = make()
+    x = torch.randn(2, 4, *([1, 1] if isinstance(layer, Conv2dSVD) else []))
+    assert layer.logabsdet(*x.shape[2:]).item() == layer.forward_and_logabsdet(x)[1].item() == -torch.inf
+
+
+def test_call_and_ladj_is_both_of_any_batch():
+    for layer, shape in (
+        (LinearSVD(4, 4, spectrum=spectrum.positive(), init="linear"), (3, 2, 4)),
+        (Conv2dSVD(4, 4, 1, init="linear"), (3, 2, 4, 5, 6)),
+        (Conv2dSVD(4, 4, 1, init="linear"), (4, 5, 6)),
+    ):
+        transform, x = SVDTransform(layer), torch.randn(shape)
+        y, ladj = transform.call_and_ladj(x)
+        torch.testing.assert_close(y, transform(x))
+        torch.testing.assert_close(ladj, transform.log_abs_det_jacobian(x, y))
 
 
 def test_forward_and_logabsdet_of_a_layer_without_a_determinant():

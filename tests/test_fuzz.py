@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import layers, reference, subjects, workers
+from fuzz import layers, maps, reference, subjects, workers
 from fuzz.draws import Draw
 from fuzz.run import Run
 from fuzz.state import State, summary
@@ -78,10 +78,11 @@ def test_an_error_without_words_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
 # Planted bugs.
 
 
-def test_a_stale_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "module", "cases"), [("linear layers", layers, 60), ("maps of images", maps, 40)])
+def test_a_stale_weight_is_found(name: str, module: Any, cases: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.state, "enabled", True)  # each layer keeps its first weight
-    monkeypatch.setattr(layers, "cached", contextlib.nullcontext)
-    assert failures("linear layers", 60) > 10
+    monkeypatch.setattr(module, "cached", contextlib.nullcontext)
+    assert failures(name, cases) > cases // 6
 
 
 def test_a_wrong_sign_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

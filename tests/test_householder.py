@@ -239,7 +239,7 @@ def test_any_shape_stride_scale_and_dtype(data, device):
     scale = 10.0 ** draw(st.integers(-largest, largest), "log₁₀ of the scale")
     lay_out = draw(st.sampled_from([lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: t[..., ::2, ::2]]))
     problem = Problem(
-        "", (*batch_x, m, d), (*batch_V, r, d), of_x=lay_out, of_V=lambda V: lay_out((V * scale).to(V.dtype))
+        "", (*batch_x, m, d), (*batch_V, r, d), change_x=lay_out, change_V=lambda V: lay_out((V * scale).to(V.dtype))
     )
     x, V = problem.draw(dtype, device)
     direction = draw(st.sampled_from(DIRECTIONS), "direction")

@@ -11,8 +11,9 @@ from processes import script
 from torch import Tensor
 
 import fasth
-from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth import RNNSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.functional import FORMS, reflect
+from fasth.nn.recurrence import Times, recurrence
 from fasth.reflections import planner, precision
 from fasth.reflections.plan import COMPACT, FULL, TORCH, TRITON
 from fasth.reflections.planner import backend_for, counting_kernels
@@ -75,25 +76,33 @@ def test_a_step_of_a_layer_is_at_most_ten_launches(name: str, d: int, launched: 
     assert len(launched) <= 10, launched
 
 
-def test_full_reflectors_have_their_signs_apart(launched: list[str]) -> None:
-    """Sigma and its gradient are multiplied by them, five small operations more. Compact ones need none."""
-    layer, x = LinearSVD(1024, 1024, reflectors="full", device="meta"), meta(32, 1024)
-    launched.clear()
-    out = layer(x)
-    torch.autograd.grad(out, (x, layer.U, layer.V, layer.sigma, layer.bias), torch.empty_like(out))
-    assert [name for name in launched if name in ("factors", "sweep", "gradient", "sums_over_rows")] == (
-        ["factors"] * 2 + ["sweep"] * 4 + ["gradient"] * 2 + ["sums_over_rows"]
-    )
-    assert len([name for name in launched if name != "scalar_tensor"]) <= 14, launched
-
-
-def test_a_step_of_linear_svd_is_nine(launched: list[str]) -> None:
-    layer, x = LinearSVD(1024, 1024, device="meta"), meta(32, 1024)
+@pytest.mark.parametrize("reflectors", ["compact", "full"])
+def test_a_step_of_linear_svd_is_nine(reflectors: str, launched: list[str]) -> None:
+    """Full reflectors have the signs of sigma apart: the kernels multiply by them too."""
+    layer, x = LinearSVD(1024, 1024, reflectors=reflectors, device="meta"), meta(32, 1024)
     launched.clear()
     out = layer(x)
     assert launched == ["factors"] * 2 + ["sweep"] * 2
-    torch.autograd.grad(out, (x, *layer.parameters()), torch.empty_like(out))
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    torch.autograd.grad(out, (x, *trained), torch.empty_like(out))
     assert launched[4:] == ["sweep"] * 2 + ["gradient"] * 2 + ["sums_over_rows"]
+
+
+@pytest.mark.parametrize("h", [64, 256])
+def test_a_recurrence_is_two_launches_for_any_number_of_times(h: int, launched: list[str]) -> None:
+    layer, x = RNNSVD(10, h, nonlinearity="modrelu", device="meta"), meta(784, 32, 10)
+    launched.clear()
+    out, _ = layer(x)
+    torch.autograd.grad(out, [x, *layer.parameters()], torch.empty_like(out), materialize_grads=True)
+    assert [name for name in launched if "recurrence" in name] == ["recurrence", "recurrence_backward"]
+    assert len(launched) < 200  # those that form W, and a few products over all times
+
+
+def test_larger_states_and_packed_sequences_take_a_loop(launched: list[str]) -> None:
+    x, W, h0 = meta(3, 2, 300), meta(300, 300), meta(2, 300)
+    recurrence(x, W, h0, None, "tanh", Times(None, False))
+    recurrence(meta(5, 20), meta(20, 20), meta(2, 20), None, "tanh", Times([2, 2, 1], False))
+    assert "recurrence" not in launched and launched
 
 
 def test_a_row_longer_than_a_program_holds_takes_pytorch(launched: list[str]) -> None:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fasth
-from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth import RNNSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.functional import reflect, svd_linear
+from fasth.nn.recurrence import Times, recurrence
 from fasth.reflections import planner
 from fasth.reflections.autograd import with_sign_guard
 from fasth.reflections.plan import COMPACT, FULL, TORCH, TRIANGULAR, TRITON
 from fasth.reflections.planner import backend_for
-from fasth.reflections.triton import launch
+from fasth.reflections.triton import launch, launching
 from fasth.tools.cli import main
 from fasth.tools.problems import PROBLEMS, Problem, assert_all_close, assert_close, from_definition, with_gradients
 from fasth.tools.twins import orthogonality, perturbed
@@ -69,9 +70,9 @@ def launched() -> Iterator[list[str]]:
     def observe(kernel: Any, *_: Any) -> None:
         names.append(kernel.__name__)
 
-    launch.observers.append(observe)
+    launching.observers.append(observe)
     yield names
-    launch.observers.remove(observe)
+    launching.observers.remove(observe)
 
 
 def test_this_process_interprets_the_kernels() -> None:
@@ -248,6 +249,35 @@ def test_transforms_take_pytorch(launched: list[str]) -> None:
     assert not launched
 
 
+# Recurrences: test_recurrence.py compares them with the definition.
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_recurrent_layer(stored: torch.dtype, launched: list[str]) -> None:
+    """33 numbers in a state, 17 sequences: more than one program, and slices that end within."""
+    layer = RNNSVD(5, 33, nonlinearity="modrelu", bidirectional=True)
+    for name, parameter in layer.named_parameters():
+        if name.startswith("bias_modrelu"):
+            torch.nn.init.constant_(parameter, -0.1)
+    reference, layer = copy.deepcopy(layer).double(), layer.to(stored)
+    reference.load_state_dict({name: t.double() for name, t in layer.state_dict().items()})
+    x = torch.randn(4, 17, 5).to(stored).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    (out, _), (expected, _) = layer(x), reference(exact)
+    g = torch.randn_like(expected)
+    found = torch.autograd.grad(out, (x, *trained(layer)), g.to(stored))
+    wanted = torch.autograd.grad(expected, (exact, *trained(reference)), g.to(stored).double())
+    assert launched.count("recurrence") == launched.count("recurrence_backward") == 2
+    for actual, right in zip((out, *found), (expected, *wanted), strict=True):
+        assert (actual.double() - right).abs().max() <= 32 * torch.finfo(stored).eps * right.abs().max()
+
+
+def test_a_second_derivative_of_a_recurrence_takes_pytorch() -> None:
+    x, W, h0 = (torch.randn(shape, requires_grad=True) for shape in ((3, 2, 5), (5, 5), (2, 5)))
+    once = torch.autograd.grad(recurrence(x, W, h0, None, "tanh", Times(None, False)).sum(), W, create_graph=True)[0]
+    assert torch.autograd.grad(once.square().sum(), x)[0].isfinite().all()
+
+
 # Graphs.
 
 
@@ -256,6 +286,7 @@ def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.fasth
     x, V, g = torch.randn(3, 20), torch.randn(20, 20), torch.randn(3, 20)
     U, sigma, bias = torch.randn(12, 20), torch.randn(12), torch.randn(12)
+    states, W, h0 = torch.randn(4, 3, 12), torch.randn(12, 12), torch.randn(3, 12)
     of_Q = FULL, False, 1, 1, True, False, False
     of_W = COMPACT, False, 1, 1, True, False, False
     _, *saved = ops.householder(x, V, *of_Q)
@@ -274,6 +305,8 @@ def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
         ),
         (ops.svd_linear, (x, torch.randn(9, 20), sigma, None, None, COMPACT, False, 1, 1, True, False, True)),
         (ops.svd_linear_backward, (product, None, U, sigma, None, saved_of_W, needs, *of_W)),
+        (ops.recurrence, (states, None, W, h0, bias, 2, True)),
+        (ops.recurrence_backward, (states, None, W, states, h0, 2, True, True, True)),
     ]
 
 

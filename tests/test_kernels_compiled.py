@@ -38,7 +38,7 @@ def test_no_spills_and_no_more_shared_memory_than_there_is(target: str) -> None:
 
 def test_what_is_compiled_is_what_is_launched() -> None:
     names = {one.kernel for one in chosen()}
-    assert names == {"factors", "sweep", "gradient", "sums_over_rows"}
+    assert names == {"factors", "sweep", "gradient", "sums_over_rows", "recurrence", "recurrence_backward"}
 
 
 def test_products_are_ieee() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.func import jvp, vmap
 
 from fasth import householder
+from fasth.functional import svd_dense
 from fasth.reflections import blocked, definition
 from fasth.reflections.planner import block_size_by_rule
 from fasth.tools.problems import (
@@ -17,7 +18,7 @@ from fasth.tools.problems import (
     with_gradients,
     zero_rows,
 )
-from fasth.tools.reproduce.counts import count
+from fasth.tools.reproduce.counts import count, observed
 from fasth.tools.reproduce.methods import COMPACT, FULL, TRIANGULAR
 
 each_direction = pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda d: "-".join(k for k in d if d[k]) or "Q")
@@ -41,6 +42,17 @@ def test_launches_of_a_training_step(form, d):
     launches = count(method, d, 32).launches
     assert launches <= per_block * -(-d // k) + 6 * doublings + besides + padding
     assert launches <= 180 or d > 2048
+
+
+@pytest.mark.parametrize("sizes", [(768, 768), (1024, 1024), (2048, 2048), (1024, 700)], ids=str)
+def test_launches_of_forming_a_weight(sizes):
+    """And of both gradients: 264 in blocks of reflections, for a square one of 1024."""
+    R = torch.empty(sizes, device="meta", requires_grad=True)
+    sigma = torch.empty(min(sizes), device="meta", requires_grad=True)
+    with observed() as launched:
+        W = svd_dense(R, sigma)
+        torch.autograd.grad(W, (R, sigma), torch.empty_like(W))
+    assert len(launched) <= 60, launched
 
 
 def test_launches_do_not_depend_on_the_number_of_rows():

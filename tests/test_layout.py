@@ -114,3 +114,21 @@ def test_the_names_of_the_architecture_exist() -> None:
     sources = [*PACKAGE.rglob("*.py"), *(ROOT / "native").glob("*.hpp")]
     text = "\n".join(path.read_text() for path in sources)
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in ("native", "experiments"))]
+PAGES += [str(path.relative_to(ROOT)) for path in (*PACKAGE.rglob("README.md"), *(ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    """A path is relative to the page, to the repository or to the package, or the end of one of these."""
+    found = re.findall(r"`([\w/-]+\.(?:py|hpp|cpp|md|toml|txt))(?:::\w+)?`", (ROOT / page).read_text(encoding="utf-8"))
+    folders = ("src", "native", "tests", "docs", "examples", "experiments", "benchmarks")
+    files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    missing = [
+        name
+        for name in sorted(set(found))
+        if not (ROOT / name).exists() and not any(file.endswith("/" + name) for file in files)
+    ]
+    assert missing == []

@@ -785,7 +785,7 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: SQUARE.solve(torch.ones(3)), ValueError, "`X` should have shape"),
     (lambda: WIDE.pinv(rtol=-1), ValueError, "`rtol` should be at least 0; got -1"),
     (lambda: WIDE.norm(3), ValueError, "`ord` should be one of 'fro', 'nuc', 2, -2; got 3"),
-    (WIDE.truncate, ValueError, "one of `rank` and `energy` should be given; got rank=None and energy=None"),
+    (WIDE.truncate, ValueError, "exactly one of `rank` and `energy` should be set; got rank=None and energy=None"),
     (lambda: WIDE.truncate(rank=1, energy=0.5), ValueError, "got rank=1 and energy=0.5"),
     (lambda: WIDE.truncate(rank=0), ValueError, "`rank` should be an int from 1 to 3 .*got 0"),
     (lambda: WIDE.truncate(rank=4), ValueError, "got 4"),

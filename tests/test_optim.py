@@ -15,6 +15,7 @@ from fasth import parametrizations, spectrum
 from fasth.convert import to_svd
 from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
 from fasth.optim import param_groups
+from fasth.optim.groups import LR
 
 LAYERS = {
     "square": lambda: LinearSVD(6, 6),
@@ -110,10 +111,10 @@ def test_a_group_without_parameters_is_left_out():
 
 
 def rates(model: nn.Module, kind: str = "sigma", **options) -> set[float]:
-    """Those of the groups of this kind, for lr = 1."""
-    found = [group["lr"] for group in param_groups(model, lr=1.0, **options) if group["name"] == kind]
+    """Those of the groups of this kind, as multiples of lr, where the rates of Adam's kin are those of one step."""
+    found = [group["lr"] for group in param_groups(model, lr=LR, **options) if group["name"] == kind]
     assert len(set(found)) == len(found), "groups of one kind and rate should be one"
-    return {round(lr, 4) for lr in found}
+    return {round(lr / LR, 4) for lr in found}
 
 
 SGD = {"optimizer": torch.optim.SGD}
@@ -167,9 +168,9 @@ def test_a_step_of_its_rate_moves_the_weight_as_a_dense_step_does(form, n, m):
     def moved(kind: str) -> Tensor:
         layer = LinearSVD.from_linear(dense, reflectors=form)
         with torch.no_grad():
-            for group in param_groups(layer, lr=1e-6):
+            for group in param_groups(layer, lr=LR):
                 for parameter in group["params"] if group["name"] == kind else ():
-                    parameter += group["lr"] * torch.randn_like(parameter).sign()
+                    parameter += 1e-6 / LR * group["lr"] * torch.randn_like(parameter).sign()
         return layer.weight.detach() - W
 
     expected = 1e-6 * torch.randn(n, m, dtype=torch.float64).sign()
@@ -197,6 +198,38 @@ def test_rates_follow_the_slope_of_the_spectrum(map, slope):
     assert of_sgd == pytest.approx(4 / slope**2, rel=1e-4)
     meta = LinearSVD(16, 16, spectrum=map, device="meta")
     assert list(rates(meta)) == pytest.approx([rate], rel=1e-4)
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1e-3, 1e-1])
+def test_rates_follow_the_root_of_lr(lr):
+    """Of weights with singular values to train, for Adam's kin. An orthogonal weight, and a net made to remember, have
+    rates that follow lr, as all other parameters have."""
+
+    def found(layer: nn.Module, **options) -> dict[str, float]:
+        return {group["name"]: group["lr"] for group in param_groups(layer, lr=lr, **options)}
+
+    root = math.sqrt(LR * lr)
+    assert found(LinearSVD(16, 16)) == pytest.approx({"sigma": 4 * root, "reflectors": root, "vectors": lr})
+    assert found(LinearSVD(16, 16, bias=False), **SGD) == pytest.approx({"sigma": 4 * lr, "reflectors": 0.3 * lr})
+    assert found(LinearOrthogonal(16, 16, bias=False)) == pytest.approx({"reflectors": lr})
+    assert found(RNNSVD(16, 16, eps=0.2))["reflectors"] == pytest.approx(lr / 40)
+    decay = {
+        group["name"]: group["weight_decay"] * group["lr"]
+        for group in param_groups(LinearSVD(16, 16), lr=lr, weight_decay=0.1)
+    }
+    assert decay == pytest.approx({"sigma": lr * 0.1, "reflectors": 0, "vectors": 0})
+
+
+def test_a_rate_of_zero():
+    groups = param_groups(LinearSVD(16, 16), lr=0, weight_decay=0.1)
+    assert {group["lr"] for group in groups} == {0}
+
+
+def test_reflectors_multiplies_their_rate():
+    layer = LinearSVD(16, 16)
+    for options in ({}, SGD):
+        (one,), (three,) = rates(layer, "reflectors", **options), rates(layer, "reflectors", reflectors=3.0, **options)
+        assert three == pytest.approx(3 * one) and rates(layer, **options) == rates(layer, reflectors=3.0, **options)
 
 
 def test_rates_of_the_other_spectra():
@@ -234,14 +267,14 @@ def test_pruned_parameters_are_what_they_were():
 def test_decay_is_divided_where_the_optimizer_multiplies_it_by_the_rate():
     layer = LinearSVD(16, 16, bias=False)
     decay = {
-        kind: param_groups(layer, lr=1e-3, weight_decay=0.1, optimizer=kind)[0]["weight_decay"]
+        kind: param_groups(layer, lr=LR, weight_decay=0.1, optimizer=kind)[0]["weight_decay"]
         for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
     }
     assert list(decay.values()) == pytest.approx([0.1 / 4, 0.1, 0.1 / 4])
 
 
 class Lion(torch.optim.Optimizer):
-    """Another one that moves every number by its rate."""
+    """Another optimizer that moves every number by its rate."""
 
     def __init__(self, params, lr=1e-3, weight_decay=0.0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -260,7 +293,7 @@ def test_an_unknown_optimizer_counts_as_one_of_adams_kin():
     before = layer.weight.detach().clone()
     layer(torch.randn(8, 16)).square().sum().backward()
     optimizer.step()
-    assert torch.linalg.matrix_norm(layer.weight.detach() - before, 2) > 0.5 * 4e-3
+    assert torch.linalg.matrix_norm(layer.weight.detach() - before, 2) > 0.5 * 4 * math.sqrt(LR * 1e-3)
 
 
 def test_decay_brings_sigma_to_the_center_of_its_spectrum():
@@ -377,6 +410,8 @@ def test_a_mistake_is_explained():
         param_groups(nn.Linear(2, 2), weight_decay="1")
     with pytest.raises(ValueError, match="`lr` should be a number of at least 0, or None; got -1"):
         param_groups(nn.Linear(2, 2), lr=-1)
+    with pytest.raises(ValueError, match="`reflectors` should be a positive number; got 0"):
+        param_groups(nn.Linear(2, 2), lr=1, reflectors=0)
     with pytest.raises(TypeError, match=r"`optimizer` should be a class, such as torch\.optim\.SGD; got 'SGD'"):
         param_groups(nn.Linear(2, 2), lr=1, optimizer="SGD")
     with pytest.raises(ValueError, match="`optimizer` should be one that takes groups of parameters; got LBFGS"):

@@ -24,7 +24,8 @@ from fasth import (
     ConvTranspose2dOrthogonal,
     spectrum,
 )
-from fasth.nn.orthogonal_conv import Chain, orthonormal_rows
+from fasth.nn import image_map
+from fasth.nn.shift_chain import Chain, add_a_tap, orthonormal_rows
 from fasth.reflections import definition
 
 SAME: dict[str, Any] = {"padding": "same", "padding_mode": "circular"}
@@ -104,7 +105,10 @@ def singular_values(layer: Any, shape: tuple[int, ...]) -> Tensor:
 @every_exact
 def test_exact_maps_are_orthogonal_to_rounding(name: str) -> None:
     assert (singular_values(*draw(name)) - 1).abs().max() < 1e-14
-    assert (singular_values(*draw(name, torch.float32)) - 1).abs().max() < 2e-6
+    layer, shape = draw(name, torch.float32)
+    assert (singular_values(layer, shape) - 1).abs().max() < 2e-6
+    with fasth.cached():  # by its kernel
+        assert (singular_values(layer, shape) - 1).abs().max() < 2e-6
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -126,6 +130,63 @@ def test_circular_padding_that_drops_outputs_has_orthonormal_rows() -> None:
     layer = moved(Conv2dOrthogonal(4, 4, 4, padding=1, padding_mode="circular", dtype=torch.float64))
     values = singular_values(layer, (4, 5, 6))
     assert len(values) == 4 * 4 * 5 and (values - 1).abs().max() < 1e-14
+
+
+# Few pixels are multiplied by rotations and shifts, many by the kernel.
+
+MODES = {"circular": {}, "zeros": {"padding_mode": "zeros"}, "valid": {"padding": 0}}
+
+
+def called(layer: Any, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return [y, *torch.autograd.grad((weights * y).sum(), [x, *layer.parameters()])]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name",
+    ["2×2, 5 channels", "4×4, 2 channels", "3×2", "more outputs", "fewer outputs", "to one channel", "dilation", "1-d",
+     "SVD, 3×3", "SVD, odd channels", "SVD, more outputs", "SVD, fewer outputs", "SVD, 1-d"],
+)  # fmt: skip
+def test_few_pixels_are_multiplied_without_the_kernel(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, shape = draw(name, **MODES[mode])
+    shape = shape[0], *(size + 3 for size in shape[1:])
+    for x in (torch.randn(3, *shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)):
+        found = {}
+        for most in (0, math.inf):
+            monkeypatch.setattr(image_map, "MOST_PIXELS", most)
+            with monkeypatch.context() as only:
+                refused = "_form" if most else "_multiply_pixels"
+                only.setattr(type(layer), refused, lambda *_: pytest.fail("took the other path"))
+                found[most] = called(layer, x)
+        assert found[0][0].is_contiguous() and found[math.inf][0].is_contiguous()
+        for actual, expected in zip(found[math.inf], found[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_how_many_pixels_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Conv2dOrthogonal(4, 6, 3, padding=1)
+    formed = []
+    monkeypatch.setattr(layer, "_kernel", lambda sigma, form=layer._kernel: formed.append(1) or form(sigma))
+    layer(torch.randn(12, 4, 4, 4))  # 32·6 pixels
+    assert not formed
+    layer(torch.randn(193, 4, 1, 1))
+    assert len(formed) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(1, 4, 2, 2))
+    assert len(formed) == 2
+
+
+def test_what_a_convolution_refuses_is_refused_for_few_pixels() -> None:
+    for layer in (Conv2dOrthogonal(4, 4, 3), Conv2dOrthogonal(4, 4, 5, **SAME)):
+        with pytest.raises(RuntimeError, match=r"size|wrapping around"):
+            layer(torch.randn(1, 4, 1, 1))
+    for shape in ((1, 3, 4, 4), (4, 4)):
+        with pytest.raises(RuntimeError, match=r"channels|3D|dimension"):
+            Conv2dOrthogonal(4, 4, 3, padding=1)(torch.randn(shape))
 
 
 # The definition.
@@ -213,7 +274,7 @@ def compare(layer: Any, *functions: Any) -> None:
 def test_a_strided_kernel_is_the_patch_matrix_after_the_chain() -> None:
     layer, _ = draw("stride, more outputs")
     inner, last = layer._chain.split(layer.reflectors)
-    M = layer._chain.apply(orthonormal_rows(last)[None, None], inner)
+    M = layer._chain.multiply(orthonormal_rows(last)[None, None], inner, add_a_tap)
     first, patches = M.permute(3, 2, 0, 1), layer._patches()
     kernel = torch.zeros_like(layer.weight)
     for i, j in itertools.product(range(2), repeat=2):
@@ -248,6 +309,28 @@ def test_log_determinant_and_its_gradients(name: str) -> None:
     assert max(g.abs().max() for g in off_diagonal) < 1e-11  # the determinant does not depend on the rotations
     x = torch.randn(2, *shape, dtype=torch.float64)
     torch.testing.assert_close(layer.forward_and_logabsdet(x), (layer(x), actual))
+
+
+@pytest.mark.parametrize("name", ["3×3", "odd channels", "1-d"])
+def test_gradients_of_norm_condition_and_inverse_are_those_through_the_matrix(name: str) -> None:
+    layer, shape = draw(f"SVD, {name}")
+    y = torch.randn(shape, dtype=torch.float64)
+    A, weights = matrix(layer, shape), torch.linspace(-1, 1, y.numel(), dtype=torch.float64)
+    bias = layer.bias.reshape(-1, *(1 for _ in shape[1:]))
+    pairs = [
+        (layer.norm(), torch.linalg.matrix_norm(A, 2)),
+        (layer.cond(), torch.linalg.cond(A)),
+        ((layer.inverse(y).flatten() * weights).sum(), torch.linalg.solve(A, (y - bias).flatten()) @ weights),
+    ]
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected)
+        for p in (layer.sigma, layer.reflectors_U, layer.reflectors_V):
+            found, wanted = (
+                torch.autograd.grad(value, p, retain_graph=True, allow_unused=True)[0] for value in (actual, expected)
+            )
+            found = torch.zeros_like(p) if found is None else found
+            off_signs = p.detach().abs() != 1
+            torch.testing.assert_close(found * off_signs, wanted * off_signs, rtol=1e-9, atol=1e-9)
 
 
 SQUARE = ["1×1", "4×4, 2 channels", "3×3, 5 channels", "3×2", "dilation", "patches", "stride, square", "1-d, stride",
@@ -456,7 +539,7 @@ def test_cached(name: str) -> None:
     x = torch.randn(2, *shape)
     expected = layer(x)
     with torch.no_grad(), fasth.cached():
-        assert layer.weight is layer.weight
+        assert layer.weight.data_ptr() == layer.weight.data_ptr()
         torch.testing.assert_close(layer(x), expected)
     with fasth.cached():
         (layer(x) + layer(x)).sum().backward()

@@ -159,6 +159,8 @@ def test_variables_are_those_that_are_read() -> None:
     read = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").glob("*"), ROOT / "Makefile", ROOT / "pyproject.toml"]
     known = set(re.findall(r"FASTH_[A-Z_]+", "".join(path.read_text(encoding="utf-8") for path in read)))
     for page in PAGES:
+        if page.stem.lower() == "changelog":  # which also names what is gone
+            continue
         unknown = set(re.findall(r"FASTH_[A-Z_]+", page.read_text(encoding="utf-8"))) - known
         assert not unknown, f"{name_of(page)}: nothing reads {', '.join(sorted(unknown))}"
 

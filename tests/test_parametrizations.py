@@ -181,7 +181,7 @@ def test_assigning_what_is_not_orthogonal_and_what_does_not_fit() -> None:
     close(module.weight, other.weight)
     before = module.state_dict()
     before = {name: t.clone() for name, t in before.items()}
-    with pytest.raises(ValueError, match=r"what is assigned should have shape \(7, 5\); got \(5, 7\)"):
+    with pytest.raises(ValueError, match=r"the assigned tensor should have shape \(7, 5\); got \(5, 7\)"):
         module.weight = torch.randn(5, 7)
     with pytest.raises(ValueError, match=r"dtype torch\.float64 while `original` has dtype torch\.float32"):
         module.weight = torch.randn(7, 5, dtype=torch.float64)
@@ -412,7 +412,7 @@ def test_the_factors() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: orthogonal(nn.Linear(3, 3), "wait"), ValueError, "`name` should be that of a parameter"),
+        (lambda: orthogonal(nn.Linear(3, 3), "wait"), ValueError, "`name` should be the name of a parameter"),
         (lambda: orthogonal(nn.Linear(3, 3), "bias"), ValueError, "`bias` should be a matrix or a batch"),
         (lambda: svd(nn.Linear(3, 3), "bias"), ValueError, r"`bias` should be a matrix .* got shape \(3,\)"),
         (lambda: orthogonal(nn.Linear(3, 3), orthogonal_map="exp"), ValueError, "`orthogonal_map` should be"),

@@ -77,7 +77,7 @@ def test_as_a_penalty_it_lowers_the_rank() -> None:
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 3), LinearOrthogonal(3, 3), nn.ReLU()])
 def test_a_model_without_such_weights(model: nn.Module) -> None:
-    message = f"`model` should hold a weight as its SVD, .* to_svd .*; got {type(model).__name__} without one"
+    message = f"`model` should hold a weight as its SVD, .* to_svd .*; got a {type(model).__name__} without one"
     with pytest.raises(ValueError, match=message):
         nuclear_norm(model)
 

@@ -145,6 +145,12 @@ def reproduce(out, *arguments: object) -> int:
     return main(["reproduce", *map(str, [*grid, "--out", out, *arguments])])
 
 
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Figures are drawn in the whole run alone: drawing takes longer than everything else."""
+    monkeypatch.setattr("fasth.tools.reproduce.figures.drawn", lambda results: iter(()))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a whole run, on a tiny grid."""
@@ -182,14 +188,14 @@ def test_a_whole_run_has_figures_and_a_page_that_stands_alone(whole):
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 
-def test_a_whole_run_again_measures_nothing(whole, capsys):
+def test_a_whole_run_again_measures_nothing(whole, capsys, no_figures):
     before = (whole / runner.FILE).read_text()
     assert reproduce(whole) == 0
     assert (whole / runner.FILE).read_text() == before
     assert "headline numbers" in capsys.readouterr().out
 
 
-def test_it_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
+def test_it_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys, no_figures):
     run, done = InTurns.run, []
 
     def interrupted(self, *arguments):
@@ -211,7 +217,7 @@ def test_it_goes_on_after_an_interruption(tmp_path, monkeypatch, capsys):
     assert {record["experiment"] for record in both} == {"step", "determinant"}
 
 
-def test_other_settings_do_not_mix_with_what_is_there(tmp_path, capsys):
+def test_other_settings_do_not_mix_with_what_is_there(tmp_path, capsys, no_figures):
     assert reproduce(tmp_path, "--only", "counts") == 0
     assert reproduce(tmp_path, "--only", "counts", "--dtype", "float64") == 2
     assert "dtype was float32, now float64" in capsys.readouterr().err
@@ -235,7 +241,7 @@ def test_what_cannot_be_done_is_said_without_a_traceback(tmp_path, capsys, argum
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_answer_is_marked_and_fails(tmp_path, monkeypatch, capsys):
+def test_a_wrong_answer_is_marked_and_fails(tmp_path, monkeypatch, capsys, no_figures):
     wrong = replace(LINEAR, build=lambda *a: replace(LINEAR.build(*a), function=torch.mm))
     only = experiments.Experiment("step", "", "", [InTurns("d = 4", [Entry(wrong, 4, 4)])])
     monkeypatch.setattr("fasth.tools.reproduce.command.experiments", lambda grid: [only])
@@ -246,7 +252,7 @@ def test_a_wrong_answer_is_marked_and_fails(tmp_path, monkeypatch, capsys):
     assert (record["status"], record["mean"], record["readings"]) == ("wrong", None, [])
 
 
-def test_a_method_that_fails_is_noted_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_method_that_fails_is_noted_and_the_run_goes_on(tmp_path, monkeypatch, capsys, no_figures):
     def unbuildable(*arguments):
         raise RuntimeError("[no CUDA build]\nand more")
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fasth.functional import svd_dense, svd_linear
-from fasth.reflections import definition, planner
-from fasth.reflections.blocked import expand_compact
+from fasth.reflections import planner
 from fasth.tools.problems import gradient_of
+from fasth.tools.twins import definition_svd
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, 
     }
     if form == "shared":
         del tensors["V"]
-    if form in ("shared", "compact", "compact"):
+    if form in ("shared", "compact"):
         for name in ("U", "V"):
             if name in tensors:
                 tensors[name] = tensors[name].clamp(-1, 1)
@@ -73,26 +74,10 @@ def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, 
     return {name: t.requires_grad_() for name, t in tensors.items()}
 
 
-def from_definition(x: Tensor, U: Tensor, sigma: Tensor, V: Tensor, bias: Tensor, form: str) -> Tensor:
-    if x.ndim == 1:
-        return from_definition(x.unsqueeze(0), U, sigma, V, bias, form).squeeze(0)
-    k = len(sigma)
-    for t in {"shared": [U], "compact": [U, V]}.get(form, []):
-        if len(t):
-            sigma = sigma * torch.where(t.detach().diagonal()[:k].signbit(), -1, 1)
-    if form in ("shared", "compact", "compact"):
-        U, V = expand_compact(U), expand_compact(V)
-    triangular = form != "full"
-    rows = definition.householder(x, V, transpose=True, triangular=triangular)[..., :k] * sigma
-    rows = torch.cat((rows, rows.new_zeros(*rows.shape[:-1], U.shape[-1] - k)), -1)
-    return definition.householder(rows, U, triangular=triangular) + bias
-
-
 def expected(tensors: dict[str, Tensor], form: str) -> tuple[Tensor, ...]:
     exact = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
-    sides = {"U": exact["U"].mT, "V": exact["U"]} if form == "shared" else {}
-    out = from_definition(**{**exact, **sides}, form=form)
-    return with_gradients(out, exact)
+    W = definition_svd(exact["U"], exact["sigma"], exact.get("V"), name_of(form))
+    return with_gradients(F.linear(exact["x"], W, exact["bias"]), exact)
 
 
 def with_gradients(out: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import python, script
+from processes import forked, script
 
 from fasth import LinearSVD, householder
 from fasth.reflections import planner, tuning_file
@@ -255,7 +255,7 @@ def test_the_command_says_what_is_wrong(capsys):
 
 def test_reproducing_without_the_extra_says_what_to_install():
     code = "import sys; sys.modules['rich'] = None; from fasth.tools.cli import main; sys.exit(main(['reproduce']))"
-    done = python("-c", code)
+    done = forked("-c", code)
     assert done.returncode == 2
     assert "pip install 'fasth[reproduce]'" in done.stderr
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from experiments import harness
 from experiments.flow import report, training
 from experiments.flow.grid import FULL, QUICK, Grid, finals, sweep, written
-from experiments.flow.models import installed
+from experiments.flow.models import IMAGE_MIXERS, STARTS, installed
 from experiments.flow.training import DATA
 from experiments.harness import Options, Record, Results, Run, data
 
@@ -24,7 +24,10 @@ from experiments.harness import Options, Record, Results, Run, data
 def add_options(parser: argparse.ArgumentParser) -> None:
     known = installed()
     parser.add_argument("--tasks", nargs="+", choices=DATA, default=list(DATA), metavar="TASK", help="images, table")
-    parser.add_argument("--mixers", nargs="+", choices=known, default=known, metavar="MIXER", help=", ".join(known))
+    mixers = [*known, *IMAGE_MIXERS]
+    about = f"{', '.join(known)}; and for images alone {', '.join(IMAGE_MIXERS)}"
+    parser.add_argument("--mixers", nargs="+", choices=mixers, default=known, metavar="MIXER", help=about)
+    parser.add_argument("--starts", nargs="+", choices=STARTS, metavar="START", help=", ".join(STARTS))
     parser.add_argument("--rates", type=float, nargs="+", help="in place of the rates of the sweep")
     parser.add_argument("--seeds", type=int, help="besides seed 0 of the sweep; default 3, with --quick none")
     parser.add_argument("--steps", type=int, help="steps of training")
@@ -34,6 +37,8 @@ def grid_of(options: Options) -> Grid:
     grid = QUICK if options.quick else FULL
     if options.rates:
         grid = replace(grid, rates=dict.fromkeys(DATA, options.rates))
+    if options.starts:
+        grid = replace(grid, starts=dict.fromkeys(DATA, options.starts))
     if options.steps:
         grid = replace(grid, steps=dict.fromkeys(DATA, options.steps))
     return grid if options.seeds is None else replace(grid, seeds=options.seeds)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from experiments.flow.models import STARTS
+from experiments.flow.models import IMAGE_MIXERS, STARTS
 from experiments.flow.training import DATA
 from experiments.harness import Record, Results, Run, best_of_first_seed, other_seeds, tables
 
@@ -41,6 +41,7 @@ def sweep(grid: Grid, tasks: Iterable[str], mixers: Iterable[str]) -> list[Run]:
         {"task": task, "data": DATA[task]().name, "mixer": mixer, "start": start, "lr": lr, "seed": 0,
          "steps": grid.steps[task]}
         for task, mixer in product(tasks, mixers)
+        if task == "images" or mixer not in IMAGE_MIXERS
         for start, lr in product(grid.starts[task], grid.rates[task])
     ]  # fmt: skip
 

@@ -131,6 +131,25 @@ class Ours(nn.Module):
         return self.layer.inverse(y)
 
 
+class OfImages(nn.Module):
+    """A convolution with an SVD as a map of images, circular, which starts as the identity, after a fixed W."""
+
+    def __init__(self, W: Tensor, kernel_size: int | tuple[int, int]) -> None:
+        super().__init__()
+        d = len(W)
+        self.fixed = Fixed(W)
+        self.layer = fasth.Conv2dMapSVD(
+            *(d, d, kernel_size, 1, "same"), bias=False, padding_mode="circular", spectrum=positive(), init="identity"
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, logabsdet = self.fixed(rows_of(x))
+        return self.layer(like(rows, x)), logabsdet + self.layer.logabsdet(1, 1)  # for each pixel
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return like(self.fixed.inverse(rows_of(self.layer.inverse(y))), y)
+
+
 def svd(spectrum: Spectrum) -> MixerOf:
     return lambda W: Ours(W, fasth.LinearSVD(len(W), len(W), bias=False, spectrum=spectrum))
 
@@ -160,7 +179,11 @@ MIXERS: dict[str, MixerOf] = {
     "positive": svd(positive()),
     "between": svd(between(0.1, 10)),
 }
-OURS = ("orthogonal", "free", "positive", "between")
+IMAGE_MIXERS: dict[str, MixerOf] = {  # for images alone, and not among the mixers by default
+    "positive 3×3": lambda W: OfImages(W, 3),
+    "positive 1×3": lambda W: OfImages(W, (1, 3)),
+}
+OURS = ("orthogonal", "free", "positive", "between", *IMAGE_MIXERS)
 
 
 def installed() -> list[str]:
@@ -202,14 +225,23 @@ class Step(nn.Module):
             self.mixer = self.mixer_of(self.W @ whitening((rows_of(x) - mean) / deviation))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows, logabsdet = self.mixer(rows_of(x) * self.log_scale.exp() + self.shift)
-        a, b, log_scale, shift = self._halves(like(rows, x))
+        rows = rows_of(x) * self.log_scale.exp() + self.shift
+        if isinstance(self.mixer, OfImages):
+            mixed, logabsdet = self.mixer(like(rows, x))
+        else:
+            rows, logabsdet = self.mixer(rows)
+            mixed = like(rows, x)
+        a, b, log_scale, shift = self._halves(mixed)
         everywhere = x[0, 0].numel() * (self.log_scale.sum() + logabsdet)
         return torch.cat((a, b * log_scale.exp() + shift), 1), everywhere + log_scale.flatten(1).sum(1)
 
     def inverse(self, y: Tensor) -> Tensor:
         a, b, log_scale, shift = self._halves(y)
-        rows = self.mixer.inverse(rows_of(torch.cat((a, (b - shift) * (-log_scale).exp()), 1)))
+        mixed = torch.cat((a, (b - shift) * (-log_scale).exp()), 1)
+        if isinstance(self.mixer, OfImages):
+            rows = rows_of(self.mixer.inverse(mixed))
+        else:
+            rows = self.mixer.inverse(rows_of(mixed))
         return like((rows - self.shift) * (-self.log_scale).exp(), y)
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Generator
 
 import fasth
 from experiments.flow.grid import Best, Grid, best, written
-from experiments.flow.models import MIXERS, OURS
+from experiments.flow.models import IMAGE_MIXERS, MIXERS, OURS
 from experiments.flow.training import (
     BATCH,
     DATA,
@@ -87,7 +87,7 @@ def draw_curves(winners: dict[str, list[Best]]) -> Figure:
     figure, panels = figures.panels(list(winners), len(winners), width=6, height=5)
     for panel, (task, found) in zip(panels, winners.items(), strict=True):
         for winner in found:
-            style = figures.line_style(list(MIXERS).index(winner.mixer), winner.mixer in OURS)
+            style = figures.line_style([*MIXERS, *IMAGE_MIXERS].index(winner.mixer), winner.mixer in OURS)
             curves = [record["curve"] for record in winner.finals]
             figures.curve(panel, curves, winner.chosen["steps"], label(winner.mixer), skip=4, **style)
         panel.set(xlabel="step", ylabel=f"training loss, {DATA[task]().unit}")

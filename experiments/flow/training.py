@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 import fasth
-from experiments.flow.models import MIXERS, Flow
+from experiments.flow.models import IMAGE_MIXERS, MIXERS, Flow
 from experiments.harness import Record, Run, data, finite, means
 
 BATCH, FIRST_BATCH, WARM_UP = 64, 1024, 50
@@ -93,7 +93,8 @@ def sample_file(run: Run, folder: Path) -> Path:
 def new_flow(run: Run) -> Flow:
     """The seed decides the matrices to start from and the coupling nets: they are the same for every mixer."""
     torch.manual_seed(run["seed"])
-    return Flow(tuple(DATA[run["task"]]().training.shape[1:]), MIXERS[run["mixer"]], run["start"])
+    mixer = (MIXERS | IMAGE_MIXERS)[run["mixer"]]
+    return Flow(tuple(DATA[run["task"]]().training.shape[1:]), mixer, run["start"])
 
 
 def train(run: Run, folder: Path) -> Record:

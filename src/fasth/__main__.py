@@ -1,4 +1,4 @@
-"""``python -m fasth``: the command ``fasth``, and ``fasth info`` if nothing else is asked for."""
+"""``python -m fasth``: the command ``fasth``; without arguments ``fasth info``."""
 
 import sys
 

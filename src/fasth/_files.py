@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Puts a file in place at once: whoever reads it, and whenever this is interrupted, finds the old or the new."""
+    """Replaces a file atomically: readers, and an interrupted run, leave or find either the old content or the new."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets nobody else read it
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -26,7 +26,7 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time, where the system has locks for files: beside this one, with the suffix .lock."""
+    """Holds a lock file, the path with the suffix .lock, so that one process at a time enters. No lock on Windows."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -35,7 +35,7 @@ def locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # closing it unlocks
+        yield  # closing the file unlocks it
 
 
 def _umask() -> int:

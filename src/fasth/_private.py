@@ -89,11 +89,8 @@ def number_of_hooks(module: nn.Module) -> int:
     If the attributes were renamed, ``to_svd`` would convert layers whose hooks are then lost.
     """
     places = [vars(module), *map(_of_tensor, module.parameters(recurse=False))]
-    return sum(len(held) for place in places for name, held in place.items() if _is_list_of_hooks(name) and held)
-
-
-def _is_list_of_hooks(name: str) -> bool:
-    return name.startswith("_") and name.endswith("_hooks")
+    hooks = [held for place in places for name, held in place.items() if name[0] == "_" and name.endswith("_hooks")]
+    return sum(len(held) for held in hooks if held)
 
 
 def _of_tensor(tensor: Tensor) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
-from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products
+from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products, times_signs
+from fasth.reflections.formed import Formed
 from fasth.reflections.plan import COMPOSED, CORE, DTYPES, FORMS, FULL, TORCH, TRIANGULAR, TRITON, Plan
-from fasth.reflections.planner import plan_householder, plan_svd_linear
+from fasth.reflections.planner import forms_at_once, plan_householder, plan_svd_linear
 
 __all__ = ["DTYPES", "FORMS", "householder", "reflect", "svd_dense", "svd_linear", "svd_thin"]
 
@@ -71,8 +73,8 @@ def reflect(
 ) -> Tensor:
     """``householder`` with reflectors of any form: "full", "triangular" or "compact".
 
-    Compact reflectors are triangular with ones on the diagonal: row i of V is 1 in column i and zero left of it,
-    whatever stands there. What stands on the diagonal is a sign of U Σ Vᵀ, and of no matter here. V may have any
+    Compact reflectors are triangular with ones on the diagonal: row i of V is taken as 1 in column i and as zero left
+    of it, whatever is stored there. The stored diagonal holds signs of U Σ Vᵀ, which are ignored here. V may have any
     strides; it is read in place. ``internal``: the caller does not change the result in place, so that it may be saved
     for backward without a copy.
     """
@@ -87,6 +89,7 @@ def svd_linear(
     bias: Tensor | None = None,
     *,
     form: str = "compact",
+    signs: Tensor | None = None,
     of_identity: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
@@ -102,6 +105,7 @@ def svd_linear(
         bias: (n,).
         form: with "compact" reflectors, sigma_i is multiplied by the signs of the entries (i, i) of U and V, or of the
             matrix that holds both: −1 where that is negative. Their gradient is ``with_sign_guard``'s.
+        signs: (1, k) or (2, k): sigma_i is multiplied by the signs of column i too. Full reflectors have them apart.
         of_identity: x is the identity, to form W.
 
     Returns:
@@ -112,27 +116,32 @@ def svd_linear(
     if autocast_enabled(x):
         x = as_reflectors(x, U.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return svd_linear(x, U, sigma, V, bias, form=form)
-    of_identity &= bias is None  # with a bias the output is not x Wᵀ, which is what has to be saved
+            return svd_linear(x, U, sigma, V, bias, form=form, signs=signs)
+    of_identity &= bias is None  # with a bias the output is not x Wᵀ, the tensor to save
     plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form), of_identity=of_identity)
+    if signs is not None and (plan.forms_matrix or plan.backend != TRITON or is_compiling()):
+        sigma, signs = times_signs(sigma, signs), None  # the kernels multiply by the signs while reading sigma
     if plan.forms_matrix:
         if sigma is None or len(sigma) == min(n, m):
             return F.linear(x, svd_dense(U, sigma, V, form=form), bias)
         A, B = svd_thin(U, sigma, V, form=form)
         return F.linear(F.linear(x, A), B, bias)
     if plan.backend in (CORE, TRITON):
-        return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, plan)
+        return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, signs, plan)
     _check_one_dtype(x, U, sigma, V, bias)  # the others take tensors of one dtype only
 
     def multiply(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
-        last = plan.copy_output and bias is None and not transpose  # this product is what the caller gets
+        last = plan.copy_output and bias is None and not transpose  # the caller gets this product
         return _multiply(x, V, form, transpose, internal=not last) if len(V) or V.requires_grad else x
 
     return svd_by_products(multiply, x, U, sigma, V, bias, plan.form)
 
 
 def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact") -> Tensor:
-    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from its thin factors."""
+    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from its thin factors.
+
+    On a GPU both sides in one matrix are formed at once, unless the kernels take them: see ``reflections/formed.py``.
+    """
     _refuse_tracing()
     if autocast_enabled(U):
         with torch.autocast(U.device.type, enabled=False):
@@ -142,6 +151,8 @@ def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form:
     if k < min(n, m):
         A, B = svd_thin(U, sigma, V, form=form)
         return B @ A
+    if V is None and forms_at_once(U, sigma):
+        return Formed.apply(U, sigma)
     if V is not None and 0 in (len(U), len(V)):
         Q, empty, other = (U, V, m) if len(U) else (V, U, n)
         if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose
@@ -183,7 +194,7 @@ def _reflect(
 ) -> Tensor:
     _check_householder(x, V)
     if autocast_enabled(x):
-        # Inside, it would take the precision of the products, and with it Q's orthogonality.
+        # Inside autocast the products would lose precision, and Q its orthogonality.
         x = as_reflectors(x, V.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return _multiply(x, V, form, transpose, block_size, internal=internal)
@@ -193,7 +204,7 @@ def _reflect(
 def _multiply(
     x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None = None, *, internal: bool = False
 ) -> Tensor:
-    """x Qᵀ, or x Q. ``internal``: the caller gets something made from it."""
+    """x Qᵀ, or x Q. ``internal``: the caller does not pass the result on as it is."""
     if V.ndim > 2:
         rows, reflectors, shape = _batched(x, V)
         plan = plan_householder(rows, reflectors, form, transpose, block_size, internal=internal)
@@ -226,14 +237,14 @@ def run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
 
 
 def autocast_enabled(t: Tensor) -> bool:
-    """Whether autocast chooses the dtype of products on the tensor's device. The meta device knows none."""
+    """True if autocast chooses the dtype of products on the tensor's device. The meta device has no autocast."""
     if t.is_cpu:
         return torch.is_autocast_enabled("cpu")
     return not t.is_meta and torch.is_autocast_enabled(t.device.type)
 
 
 def as_reflectors(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in the dtype of the reflectors, under autocast, which leaves float64 alone, as it does in ``F.linear``."""
+    """Casts x to the dtype of the reflectors under autocast, which leaves float64 alone, as in ``F.linear``."""
     if x.dtype != dtype and torch.float64 in (x.dtype, dtype):
         raise TypeError(f"`x` should be {dtype}, since autocast does not convert float64; got {x.dtype}")
     return x.to(dtype)
@@ -284,7 +295,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_rows(x: Tensor, n: int, m: int) -> None:
-    """That x is a tensor of rows that a weight of shape (n, m) can be multiplied by."""
+    """Checks that x is a tensor of rows for a weight of shape (n, m)."""
     if not isinstance(x, Tensor):
         _refuse_type("x", x)
     if x.ndim < 1 or x.shape[-1] != m:
@@ -294,7 +305,7 @@ def check_rows(x: Tensor, n: int, m: int) -> None:
 def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: int, m: int) -> None:
     if not isinstance(x, Tensor) or x.ndim < 1 or x.shape[-1] != m:
         check_rows(x, n, m)
-    if sigma is not None and len(sigma) > min(n, m):
+    if sigma is not None and sigma.shape[0] > min(n, m):
         raise ValueError(
             f"`sigma` should have at most {min(n, m)} singular values for a weight of shape {(n, m)}; "
             f"got {_shape(sigma)}"
@@ -305,10 +316,10 @@ def _check_svd_linear(x: Tensor, sigma: Tensor | None, bias: Tensor | None, n: i
 
 def _check_one_dtype(x: Tensor, *factors: Tensor | None) -> None:
     _refuse_tracing()
-    given = [t for t in factors if t is not None]
-    dtype, device = given[0].dtype, given[0].device
-    if any((t.dtype, t.device) != (dtype, device) for t in (x, *given)):
-        got = ", ".join(f"{t.dtype} on {t.device}" for t in (x, *given))
+    tensors = [x, *(t for t in factors if t is not None)]
+    dtype, device = tensors[1].dtype, tensors[1].device
+    if any((t.dtype, t.device) != (dtype, device) for t in tensors):
+        got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise TypeError(f"the input and the factors of the weight should have one dtype and device; got {got}")
     if dtype not in DTYPES:
         raise TypeError(f"the factors of the weight should be float32, float64, bfloat16 or float16; got {dtype}")
@@ -322,7 +333,7 @@ def _refuse_type(name: str, wrong: object) -> None:
 
 
 def _batched(x: Tensor, V: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """x as (B, m, d) and V as (B, r, d), and the shape of the result."""
+    """Reshapes x to (B, m, d) and V to (B, r, d), and returns the shape of the result too."""
     d = V.shape[-1]
     rows = x.unsqueeze(0) if x.ndim == 1 else x
     try:

@@ -34,19 +34,19 @@ def orthogonal(
 ) -> M:
     """Keeps a tensor of ``module`` orthogonal: WᵀW = I where it is tall or square, W Wᵀ = I where it is wide.
 
-    In place of ``torch.nn.utils.parametrizations.orthogonal``, with the same shapes and the same matrix at the start:
-    W itself, if it is orthogonal, and else the Q of W = QR with positive diagonal of R. So is what is assigned to it
-    later, ``module.weight = W``. W is trained as compact reflectors, which stand in a tensor of its own shape.
+    Replaces ``torch.nn.utils.parametrizations.orthogonal``, with the same shapes and the same initial matrix: W itself
+    if it is orthogonal, otherwise the Q of W = QR where R has a positive diagonal. A later assignment,
+    ``module.weight = W``, is treated in the same way. W is trained as compact reflectors in a tensor of its own shape.
 
-    A checkpoint of torch's parametrization, of the same ``orthogonal_map``, and one of a module that is not
-    parametrized, are converted as they are loaded.
+    Checkpoints of torch's parametrization with the same ``orthogonal_map``, and of a module without parametrization,
+    are converted as they are loaded.
 
     Args:
         module: any module.
-        name: of a parameter or buffer, (n, m), or (*b, n, m): a batch of matrices, as torch takes a convolution's
-            kernel. A complex one is handed on to torch, as reflections are real.
-        orthogonal_map, use_trivialization: those of torch, for calls that have them. A real tensor is always a product
-            of reflections, the fastest of them here, and needs no base to start from.
+        name: the name of a parameter or buffer, (n, m), or (*b, n, m): a batch of matrices, as torch takes a
+            convolution's kernel. A complex tensor is passed to torch's parametrization, as reflections are real.
+        orthogonal_map, use_trivialization: accepted for compatibility with torch. A real tensor is always a product of
+            reflections, the fastest map here, and needs no base to start from.
 
     Returns:
         ``module``. Each use of the tensor forms it, in about 4·n·m·min(n, m) operations, but once only within
@@ -74,17 +74,17 @@ def svd(
 ) -> M:
     """Holds a tensor of ``module`` as W = U diag(σ) Vᵀ, and trains it so.  W: (n, m), or a batch of them (*b, n, m).
 
-    ``module.parametrizations[name].original0`` are the reflectors, of W's own shape, and ``original1``: (*b, min(n, m))
-    is what the spectrum maps to σ: two new parameters, which an optimizer that was there before does not know. The
-    checkpoint of a module that is not parametrized is converted as it is loaded.
+    ``module.parametrizations[name].original0`` holds the reflectors, in W's own shape, and ``original1``:
+    (*b, min(n, m)) the parameter that the spectrum maps to σ. Both are new parameters: make the optimizer after this
+    call. The checkpoint of a module without parametrization is converted as it is loaded.
 
     Args:
         module, name: as in ``orthogonal``, but real.
-        spectrum: of ``fasth.spectrum``, by default ``free()``, with which W is at the start, and after an assignment
-            ``module.weight = W``, what it was, to rounding. Any other replaces singular values that it does not have by
-            the nearest ones that it has.
-        shape: of the matrix, or of the batch of matrices, that the tensor is reshaped to; by default its own. A kernel
-            (out, in, 3, 3) of 4 groups, for example, is (4, out // 4, in * 9).
+        spectrum: a map of ``fasth.spectrum``, by default ``free()``, which keeps the initial W, and an assigned
+            ``module.weight = W``, to rounding. Other spectra replace singular values outside their range by the nearest
+            inside.
+        shape: the shape of the matrix, or of the batch of matrices, to which the tensor is reshaped; by default its
+            own. A kernel (out, in, 3, 3) of 4 groups, for example, is (4, out // 4, in * 9).
 
     Example:
         >>> lstm = svd(nn.LSTM(8, 16), "weight_hh_l0", spectrum=fasth.spectrum.between(0.5, 1.0))
@@ -94,7 +94,7 @@ def svd(
     weight = _matrices(module, name)
     if shape is not None and (len(shape) < 2 or math.prod(shape) != weight.numel()):
         raise ValueError(
-            f"`shape` should be that of matrices with the {weight.numel()} entries of `{name}`, {tuple(weight.shape)}; "
+            f"`shape` should be of matrices with the {weight.numel()} entries of `{name}`, {tuple(weight.shape)}; "
             f"got {tuple(shape)}"
         )
     if weight.is_complex():
@@ -109,25 +109,25 @@ def svd(
 
 
 class _Weight(nn.Module):
-    """A map to W: (*b, n, m) from compact reflectors, which have the signs of their columns on the diagonal."""
+    """Maps compact reflectors, with the signs of columns on their diagonal, to W: (*b, n, m)."""
 
-    stored: tuple[str, ...] = ("original",)  # the names, in PyTorch's list, of the tensors that W is made of
+    stored: tuple[str, ...] = ("original",)  # the names of W's tensors in PyTorch's list of parametrizations
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.shape = weight.shape
 
     def right_inverse(self, W: Tensor) -> Any:
-        """The tensor, or the tuple of tensors, that W is made of."""
+        """Computes the stored tensor, or tuple of tensors, from W."""
         raise NotImplementedError
 
     def _check(self, W: Tensor) -> None:
-        """Raises for a wrong shape. PyTorch compares the dtype with that of the stored tensors, which may be cast."""
+        """Checks the shape of an assigned W. PyTorch would compare its dtype with the stored tensors'."""
         if W.shape != self.shape:
-            raise ValueError(f"what is assigned should have shape {tuple(self.shape)}; got {tuple(W.shape)}")
+            raise ValueError(f"the assigned tensor should have shape {tuple(self.shape)}; got {tuple(W.shape)}")
 
     def convert_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Converts other checkpoints to the form of this one. The prefix is that of the originals."""
+        """Converts other checkpoints to this form. ``prefix`` precedes the names of the stored tensors."""
 
     def extra_repr(self) -> str:
         return "×".join(map(str, self.shape))
@@ -136,12 +136,12 @@ class _Weight(nn.Module):
 class OrthogonalWeight(_Weight):
     """X ↦ (H₁⋯H_k diag(signs))[:, :k], or its transpose where X is wide.  X: (*b, n, m) → (*b, n, m), k = min(n, m).
 
-    The reflectors are the columns of X below its diagonal, or its rows right of it, where it is wide; each has a 1 on
-    the diagonal that is not stored. What is stored there has the sign of the column, and a gradient only to keep it.
-    This is how ``torch.nn.utils.parametrizations.orthogonal`` holds its Householder map, too.
+    The reflectors are the columns of X below its diagonal, or, if it is wide, its rows right of the diagonal; each has
+    a 1 on the diagonal that is not stored. The stored diagonal holds the signs of the columns; its gradient only keeps
+    these signs. ``torch.nn.utils.parametrizations.orthogonal`` stores its Householder map in the same way.
     """
 
-    map_of_torch: str | None = None  # that of a checkpoint of torch's parametrization
+    map_of_torch: str | None = None  # the orthogonal_map of checkpoints of torch's parametrization
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
@@ -165,7 +165,7 @@ class OrthogonalWeight(_Weight):
 
     @torch.no_grad()
     def right_inverse(self, W: Tensor) -> Tensor:
-        """From any W: (*b, n, m), of which its QR decomposition makes an orthogonal one."""
+        """Computes the reflectors of the Q in the QR decomposition of W: (*b, n, m)."""
         self._check(W)
         if W.is_meta or 0 in W.shape:
             return torch.empty_like(W)
@@ -184,8 +184,8 @@ class OrthogonalWeight(_Weight):
 class SVDWeight(_Weight):
     """reflectors, sigma ↦ U diag(spectrum(sigma)) Vᵀ.  (*b, n, m), (*b, min(n, m)) → (*b, n, m), or the tensor's shape.
 
-    Of the reflectors, those of U are the columns below the diagonal, those of V the rows right of it, and the diagonal
-    has the signs, as in ``LinearSVD``.
+    The reflectors of U are the columns below the diagonal, the reflectors of V the rows right of it, and the diagonal
+    holds signs, as in ``LinearSVD``.
     """
 
     stored = ("original0", "original1")
@@ -212,7 +212,7 @@ class SVDWeight(_Weight):
 
     @torch.no_grad()
     def right_inverse(self, W: Tensor) -> tuple[Tensor, Tensor]:
-        """From any W: (*b, n, m), by its SVD: sigma ≥ 0 in descending order."""
+        """Computes the SVD of W: (*b, n, m), with sigma ≥ 0 in descending order."""
         self._check(W)
         W = W.reshape(self.matrices)
         if W.is_meta or 0 in W.shape:
@@ -232,12 +232,12 @@ def _register(module: nn.Module, name: str, weight: _Weight) -> None:
     if first:
         module.register_load_state_dict_pre_hook(convert_plain_state)
     held = _parametrizations(module)[name]
-    if len(held) == 1:  # what others make of it first is not known
+    if len(held) == 1:  # other parametrizations may change W
         held.register_load_state_dict_pre_hook(_convert_state)
 
 
 def _parametrizations(module: Any) -> dict[str, Any]:
-    """PyTorch's lists of parametrizations, by the names of the tensors."""
+    """Maps the names of parametrized tensors to PyTorch's lists of parametrizations."""
     return dict(module.parametrizations.items()) if parametrize.is_parametrized(module) else {}
 
 
@@ -252,7 +252,7 @@ def convert_plain_state(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Called before a state_dict is loaded: tensors of a module that is not parametrized become what is stored."""
+    """Called before a state_dict is loaded: replaces plain tensors by the stored tensors of the parametrization."""
     for name, held in _parametrizations(module).items():
         first: Any = held[0]
         key, weight = prefix + name, state_dict.get(prefix + name)
@@ -300,7 +300,7 @@ def _convert_state(
 
 @torch.no_grad()
 def _by_torch(original: Tensor, base: Tensor, orthogonal_map: str | None) -> Tensor:
-    """The weight that torch's own parametrization makes of its tensors."""
+    """Computes the weight of torch's own parametrization from its stored tensors."""
     twin = nn.ParameterDict({"weight": torch.zeros_like(original)})
     twin["weight"][..., :, :] = torch.eye(*original.shape[-2:])
     parametrizations.orthogonal(twin, "weight", orthogonal_map)
@@ -311,10 +311,10 @@ def _by_torch(original: Tensor, base: Tensor, orthogonal_map: str | None) -> Ten
 
 
 def _matrices(module: nn.Module, name: str) -> Tensor:
-    """The tensor of that name, which should be a matrix, or a batch of them."""
+    """Returns the tensor of this name, which should be a matrix or a batch of matrices."""
     weight = getattr(module, name, None)
     if not isinstance(weight, Tensor):
-        raise ValueError(f"`name` should be that of a parameter or buffer of {type(module).__name__}; got {name!r}")
+        raise ValueError(f"`name` should be the name of a parameter or buffer of {type(module).__name__}; got {name!r}")
     if weight.ndim < 2:
         raise ValueError(f"`{name}` should be a matrix or a batch of matrices; got shape {tuple(weight.shape)}")
     return weight

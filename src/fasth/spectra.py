@@ -16,10 +16,10 @@ __all__ = ["LayerSpectrum", "Spectra", "nuclear_norm", "spectra"]
 
 
 def spectra(model: nn.Module) -> Spectra:
-    """The singular values of every weight of ``model`` that is held as its factors, now. Nothing is decomposed.
+    """Returns the current singular values of every weight of ``model`` that is held as an SVD. Nothing is decomposed.
 
-    That is, of the layers of fasth and of the tensors under ``fasth.parametrizations``. O(d log d) for each, to sort
-    them. A layer of lower rank has its r values here, without the zeros.
+    Included are the layers of fasth and the tensors under ``fasth.parametrizations``. A layer of lower rank has its r
+    values here, without the zeros. O(d log d) for each weight, to sort them.
 
     Example:
         >>> print(spectra(nn.Sequential(fasth.LinearSVD(64, 64), nn.ReLU(), fasth.LinearOrthogonal(64, 10))))
@@ -40,12 +40,12 @@ def spectra(model: nn.Module) -> Spectra:
 def nuclear_norm(model: nn.Module) -> Tensor:
     """Σ|σ|, the sum of ‖W‖_* over the weights W = U diag(σ) Vᵀ of ``model``: a scalar, differentiable.  O(Σ min(n, m)).
 
-    It is to the rank what Σ|w| is to the number of nonzero weights: as a penalty it takes singular values to zero that
-    the loss has little use for, and ``compress`` then leaves them out. Nothing is decomposed.
+    The nuclear norm is to the rank what Σ|w| is to the number of nonzero weights: as a penalty it drives those singular
+    values to zero that hardly lower the loss, and ``compress`` then removes them. Nothing is decomposed.
 
-    Counted are ``LinearSVD``, ``LinearSymmetric``, the convolutions, the recurrent layers and the tensors under
-    ``fasth.parametrizations.svd``; a weight that is shared once. Orthogonal ones are constants, and dense ones are left
-    out. The sum is in float32 at least.
+    The sum is over ``LinearSVD``, ``LinearSymmetric``, the convolutions, the recurrent layers and the tensors under
+    ``fasth.parametrizations.svd``; a shared weight counts once. Orthogonal weights, whose norm is constant, and dense
+    weights are excluded. The sum is in float32 at least.
 
     Example:
         >>> model, x, y = fasth.LinearSVD(64, 10), torch.randn(32, 64), torch.randint(10, (32,))
@@ -56,7 +56,7 @@ def nuclear_norm(model: nn.Module) -> Tensor:
     if not weights:
         raise ValueError(
             "`model` should hold a weight as its SVD, as LinearSVD does and to_svd makes them; "
-            f"got {type(model).__name__} without one"
+            f"got a {type(model).__name__} without one"
         )
     values = [weight.singular_values for weight in weights.values()]
     norms = [sigma.abs().sum(dtype=computing_dtype(sigma.dtype)) for sigma in values]
@@ -72,12 +72,12 @@ class LayerSpectrum(NamedTuple):
 
     @property
     def norm(self) -> float:
-        """The spectral norm ‖W‖₂, the largest singular value: of a batch, that of all."""
+        """The spectral norm ‖W‖₂, the largest singular value; for a batch the largest of all."""
         return self._largest().max().item()
 
     @property
     def cond(self) -> float:
-        """The largest over the smallest singular value, infinite if that is zero: of a batch, the largest of all."""
+        """The largest over the smallest singular value, or infinity if that is zero; for a batch the largest of all."""
         largest, smallest = self._largest(), self.singular_values[..., -1].double()
         return torch.where(smallest == 0, math.inf, largest / torch.where(smallest == 0, 1, smallest)).max().item()
 
@@ -111,7 +111,7 @@ class Spectra(Mapping[str, LayerSpectrum]):
         return "\n".join("  ".join(formats).format(*row) for row in rows)
 
     def log(self, writer: Any, step: int | None = None) -> None:
-        """Norms, condition numbers and histograms of the singular values to a ``SummaryWriter`` of TensorBoard."""
+        """Writes norms, condition numbers and histograms of the singular values to TensorBoard's ``SummaryWriter``."""
         for name, layer in self.items():
             name = name or "model"
             writer.add_scalar(f"spectral_norm/{name}", layer.norm, step)
@@ -140,7 +140,7 @@ class Spectra(Mapping[str, LayerSpectrum]):
 
 
 def _median(values: Tensor) -> float:
-    """The median; of an even number of values the mean of the middle two, where ``Tensor.median`` takes the lower."""
+    """The median: for an even number of values the mean of the middle two, where ``Tensor.median`` takes the lower."""
     ordered = values.flatten().sort().values
     return ((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2).item()
 

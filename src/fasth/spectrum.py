@@ -1,4 +1,4 @@
-"""Spectrum maps: from a free parameter to singular values that keep a promise, exactly, whatever the parameter is.
+"""Spectrum maps: from a free parameter to singular values within exact bounds, for every value of the parameter.
 
 sigma = between(0.5, 2.0)(raw),    raw = between(0.5, 2.0).inverse(sigma)
 """
@@ -22,7 +22,7 @@ __all__ = ["Spectrum", "around", "between", "free", "normalized", "positive"]
 class Spectrum(ABC):
     """A map of (*, k) → (*, k), raw to sigma, with finite gradients everywhere."""
 
-    bounded = False  # whether sigma has a bound below and one above
+    bounded = False  # True if sigma has a lower and an upper bound
 
     @abstractmethod
     def __call__(self, raw: Tensor) -> Tensor:
@@ -30,10 +30,10 @@ class Spectrum(ABC):
 
     @abstractmethod
     def inverse(self, sigma: Tensor) -> Tensor:
-        """A raw with s(raw) = sigma to rounding where the map reaches sigma, and close to it where it does not."""
+        """Returns raw with s(raw) = sigma to rounding, or close to sigma if sigma is outside the map's range."""
 
     def start(self, sigma: Tensor) -> Tensor:
-        """The raw of a new layer: ``inverse``, or a point close to it where the map is differentiable."""
+        """Returns the raw of a new layer: ``inverse``, or a point close to it where the map is differentiable."""
         return self.inverse(sigma)
 
 
@@ -43,7 +43,7 @@ def free() -> Spectrum:
 
 
 def positive() -> Spectrum:
-    """sigma = log(1 + e^raw), softplus: positive and finite, also where that would underflow."""
+    """sigma = log(1 + e^raw), softplus: positive and finite, even where the formula underflows."""
     return _Positive()
 
 
@@ -95,7 +95,7 @@ class _Positive(Spectrum):
         return F.softplus(raw, threshold=40).clamp(min=torch.finfo(raw.dtype).tiny)
 
     def inverse(self, sigma: Tensor) -> Tensor:
-        """log(e^sigma − 1). What is not positive becomes the rounding of the largest: the gradient there is sigma."""
+        """log(e^sigma − 1). Values that are not positive become eps of the largest: the gradient there is sigma."""
         info = torch.finfo(sigma.dtype)
         largest = sigma.amax(-1, keepdim=True)
         smallest = (info.eps * torch.where(largest > 0, largest, 1)).clamp(min=info.tiny)
@@ -106,8 +106,8 @@ class _Positive(Spectrum):
         return "positive()"
 
 
-# How far from the end, in widths, `inverse` puts what lies outside, and the raw that is there: beyond it, the map is so
-# flat that no gradient would bring a value back.
+# `inverse` moves values outside the bounds to this distance inside them, in widths, and the raw there. Closer to the
+# bounds the map is so flat that no gradient would bring a value back.
 _OFF_THE_END = 1e-3
 _STEEP = math.log1p(-_OFF_THE_END) - math.log(_OFF_THE_END)
 
@@ -119,7 +119,7 @@ class _Between(Spectrum):
     low: float
     high: float
     center: float | None = None
-    # Of each dtype: its lowest and highest number inside, and half their distance; None if there are no two.
+    # For each dtype its lowest and highest number inside the bounds, and half their distance; None if fewer than two.
     bounds: dict[torch.dtype, tuple[float, float, float] | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,11 +137,11 @@ class _Between(Spectrum):
     def inverse(self, sigma: Tensor) -> Tensor:
         """log((sigma − low) / (high − sigma)).
 
-        What lies outside goes a thousandth of the width inside the nearer end, where the gradient is not yet lost; to
-        the end itself if it is no further outside than that, which may be rounding.
+        A value outside the bounds goes a thousandth of the width inside the nearer bound, where the gradient has not
+        vanished; to the bound itself if it is no further outside than that, which may be rounding.
         """
         low, high, half, center = self._of(sigma)
-        position = (sigma / 2 - center / 2) / half * 2  # −1 at the low end, 1 at the high one
+        position = (sigma / 2 - center / 2) / half * 2  # −1 at the lower bound, 1 at the upper
         inner = 2 * position.clamp(-0.5, 0.5).atanh()
         eps = torch.finfo(sigma.dtype).eps
         from_low, from_high = (sigma / 2 - low / 2) / half, (high / 2 - sigma / 2) / half
@@ -151,7 +151,7 @@ class _Between(Spectrum):
         return torch.where(position.abs() < 0.5, inner, outer)
 
     def start(self, sigma: Tensor) -> Tensor:
-        """A thousandth of the width inside the ends: at the ends themselves nothing would be learnt."""
+        """``inverse``, at least a thousandth of the width inside the bounds: at the bounds the gradient is zero."""
         return self.inverse(sigma).clamp(-_STEEP, _STEEP)
 
     def _of(self, t: Tensor) -> tuple[float, float, float, float]:
@@ -173,7 +173,7 @@ class _Around(_Between):
         return f"around({self.center}, {self.eps})"
 
 
-_BELOW_THE_LARGEST = 0.99  # far enough that the first steps of training do not cross the kink
+_BELOW_THE_LARGEST = 0.99  # small enough that the first steps of training do not cross the kink
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Normalized(Spectrum):
 
 
 def _inside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, float] | None:
-    """The lowest and the highest number of the dtype in [low, high], and half their distance."""
+    """Returns the lowest and the highest number of the dtype in [low, high], and half their distance."""
     info = torch.finfo(dtype)
     lowest = max(math.ceil(low / _spacing(low, info)) * _spacing(low, info), info.min)
     highest = min(math.floor(high / _spacing(high, info)) * _spacing(high, info), info.max)
@@ -208,7 +208,7 @@ def _inside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, 
 
 
 def _spacing(value: float, info: torch.finfo) -> float:
-    """The distance of the dtype's numbers at this value."""
+    """Returns the distance between neighbouring numbers of the dtype at this value."""
     return max(math.ldexp(info.eps, math.frexp(value)[1] - 1), info.smallest_normal * info.eps)
 
 

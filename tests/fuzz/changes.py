@@ -16,6 +16,7 @@ from fasth import compress, param_groups, to_dense, to_svd
 from fasth.nn.conv import _ConvSVD
 from fasth.nn.factored import Factored
 from fasth.nn.linear import LinearOrthogonal, LinearSVD
+from fasth.nn.orthogonal_conv import ImageMap
 from fasth.nn.recurrent import Recurrent
 from fasth.spectrum import free
 from fuzz.compare import check, norm, tolerance
@@ -137,6 +138,8 @@ def load_dense(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def set_weight(draw: Draw, layer: Any, run: Run) -> Any:
+    if isinstance(layer, ImageMap):  # which takes no kernel
+        return in_place(draw, layer, run)
     if isinstance(layer, Factored):
         W = nearby(draw, layer.weight)
         W = (W + W.mT) / 2 if hasattr(layer, "eig") else W
@@ -144,7 +147,8 @@ def set_weight(draw: Draw, layer: Any, run: Run) -> Any:
         if getattr(layer, "spectrum", None) == free() and not getattr(layer, "_is_thin", False):
             check_weight(layer, W)
     if parametrize.is_parametrized(layer):
-        layer.weight = nearby(draw, layer.weight)
+        name = draw.choice(list(layer.parametrizations))
+        setattr(layer, name, nearby(draw, getattr(layer, name)))
     return layer
 
 
@@ -211,7 +215,11 @@ def memory(draw: Draw, layer: Any, run: Run) -> Any:
 
 def converted(draw: Draw, layer: Any, run: Run) -> Any:
     """To a dense layer and back, or truncated."""
-    if not isinstance(layer, Factored) or getattr(layer, "nonlinearity", "") == "modrelu":
+    if (
+        not isinstance(layer, Factored)
+        or isinstance(layer, ImageMap)
+        or getattr(layer, "nonlinearity", "") == "modrelu"
+    ):
         return in_place(draw, layer, run)
     if isinstance(layer, (Recurrent, LinearOrthogonal)) or hasattr(layer, "eig") or draw.chance(0.5):
         return check_weight(to_svd(to_dense(layer)), layer.weight)

@@ -53,10 +53,15 @@ def converted_case(draw: Draw) -> None:
     spectrum = draw.choice([None, *SPECTRA])
     module = to_svd(subject.plain, spectrum=spectrum, report=[])
     if spectrum is None:
-        x = [draw.numbers(*shape, dtype=dtype) for shape in subject.shapes]
-        out, expected = _output(module, x), _output(subject.plain, x)
-        check("converted", out, expected.double(), _size(subject, module, x), _relative(subject, dtype, out))
+        _check_conversion(draw, module, subject, dtype)
     _through_changes(draw, module, subject)
+
+
+def _check_conversion(draw: Draw, module: Any, subject: Subject, dtype: torch.dtype) -> None:
+    """Compares with the plain layer, in a function of its own: no graph may be alive when parameters are swapped."""
+    x = [draw.numbers(*shape, dtype=dtype) for shape in subject.shapes]
+    out, expected = _output(module, x), _output(subject.plain, x)
+    check("converted", out, expected.double(), _size(subject, module, x), _relative(subject, dtype, out))
 
 
 def _attention(draw: Draw, dtype: torch.dtype) -> Subject:
@@ -181,7 +186,7 @@ def _size(subject: Subject, module: Any, x: list[Tensor]) -> float:
     """A bound of the output, and of its slopes. In attention errors of queries and keys multiply what is averaged."""
     largest = 1.0
     for path in _parametrized(module):
-        W = module.get_submodule(path.rpartition(".")[0]).__getattr__(path.rpartition(".")[2])
+        W = getattr(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
         largest = max(largest, norm(W))
     biases = sum(norm(p) for name, p in module.named_parameters() if "bias" in name)
     rows = [1 + norm(t) for t in x]

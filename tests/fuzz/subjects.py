@@ -15,6 +15,7 @@ from fuzz.draws import Draw
 from fuzz.flows import layer_flow_case, reflector_flow_case
 from fuzz.functions import householder_case
 from fuzz.layers import conv_case, linear_case
+from fuzz.maps import map_case
 from fuzz.operators import orthogonal_case, svd_case
 from fuzz.outcome import Outcome
 from fuzz.parametrized import converted_case, parametrized_case
@@ -32,6 +33,7 @@ SUBJECTS = {
     "SVD, Symmetric": Subject(2600, svd_case),
     "linear layers": Subject(4400, linear_case),
     "convolutions": Subject(900, conv_case),
+    "maps of images": Subject(600, map_case),
     "recurrent layers": Subject(700, recurrent_case),
     "parametrizations": Subject(800, parametrized_case),
     "converted layers": Subject(800, converted_case),

@@ -80,7 +80,7 @@ class Adapted(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or name == "base" or "base" not in self._modules:
+            if name.startswith("_") or name == "base":
                 raise
             if name in ("weight", "bias"):  # a property above raised the error, and PyTorch has another one
                 return getattr(type(self), name).fget(self)

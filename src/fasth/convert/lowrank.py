@@ -1,5 +1,5 @@
-"""One layer truncated to its largest singular values: as two thin layers where these are smaller, else dense; or, to
-train on, as an SVD."""
+"""Truncates one layer to its largest singular values: to two thin layers if these are smaller, otherwise to a dense
+layer; or, for further training, to an SVD."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from fasth.convert.replace import factors
+from fasth.convert.replace import weight_parameters
 from fasth.nn import Conv1dSVD, Conv2dSVD, LinearSVD, LinearSymmetric
 from fasth.nn.factored import Factored
 from fasth.nn.factors import SVDFactors
@@ -42,7 +42,7 @@ class LowRank(nn.Sequential):
         return bias
 
     def __getattr__(self, name: str) -> Any:
-        """The sizes of the layer that it replaced, for modules that read them, as Whisper reads ``conv1.stride``."""
+        """The sizes of the replaced layer, for modules that read them, as Whisper reads ``conv1.stride``."""
         if name in ("out_features", "out_channels"):
             return getattr(self[1], name)
         if name in ("in_features", "in_channels", *GEOMETRY):
@@ -60,9 +60,9 @@ def matrix_shape(layer: Any) -> tuple[int, int]:
 def truncated(
     layer: Any, rank: int | None, energy: float | None, trainable: bool = False
 ) -> tuple[nn.Module | None, str]:
-    """The truncated layer, or None if it would be the same as ``layer``; and a word on its rank.
+    """Returns the truncated layer, or None if it would equal ``layer``, and the reason, for the report.
 
-    Two thin layers or a dense one; if ``trainable``, a layer of fasth with as many singular values as are kept.
+    The result is two thin layers or a dense one; if ``trainable``, a layer of fasth with the kept singular values.
     """
     n, m = matrix_shape(layer)
     full = min(n, m)
@@ -97,7 +97,7 @@ def _two_thin(layer: Any, svd: SVD, kept: Tensor) -> LowRank:
     """W = (U √Σ)(√Σ Vᵀ) over the singular values ``kept``: balanced, so that training treats both alike."""
     U, sigma, V = _kept_factors(svd, kept)
     A, B = (sigma.abs().sqrt() * V).mT, sigma.sign() * sigma.abs().sqrt() * U
-    r, weight = kept.numel(), factors(layer)[0]
+    r, weight = kept.numel(), weight_parameters(layer)[0]
     options = {"device": weight.device, "dtype": weight.dtype}
     if isinstance(layer, (nn.Linear, LinearSVD, LinearSymmetric)):
         first = skip_init(nn.Linear, layer.in_features, r, bias=False, **options)
@@ -109,14 +109,14 @@ def _two_thin(layer: Any, svd: SVD, kept: Tensor) -> LowRank:
         second = skip_init(kind, r, layer.out_channels, 1, bias=layer.bias is not None, **options)
     for thin, matrix in ((first, A), (second, B)):
         thin.weight.copy_(matrix.reshape(thin.weight.shape))
-        thin.weight.requires_grad_(any(factor.requires_grad for factor in factors(layer)))
+        thin.weight.requires_grad_(any(p.requires_grad for p in weight_parameters(layer)))
     return LowRank(first, second)
 
 
 def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
-    """W = U Σ Vᵀ over the singular values ``kept``: a layer of fasth of that rank, with the spectrum of ``layer``."""
+    """W = U Σ Vᵀ over the singular values ``kept``: a layer of fasth of this rank, with the spectrum of ``layer``."""
     U, sigma, V = _kept_factors(svd, kept)
-    like: Any = factors(layer)[0]
+    like: Any = weight_parameters(layer)[0]
     options = {
         "bias": layer.bias is not None,
         "device": like.device,
@@ -134,11 +134,10 @@ def _of_low_rank(layer: Any, svd: SVD, kept: Tensor) -> SVDFactors:
         sizes = layer.in_channels, layer.out_channels, layer.kernel_size
         new = skip_init(kind, *sizes, **geometry, **options)
     new._write(**new._as_parameters(compact_from_dense(U), sigma, compact_from_dense(V)))
-    trained = layer._trained_factors() if isinstance(layer, Factored) else factors(layer)
+    trained = layer._trained_factors() if isinstance(layer, Factored) else weight_parameters(layer)
     was_trained = {factor is getattr(layer, "sigma", None): factor.requires_grad for factor in trained}
-    for (
-        factor
-    ) in new._trained_factors():  # sigma as it was, and the reflectors as they were; of a dense layer all as its weight
+    # sigma as sigma was, and the reflectors as the reflectors were; of a dense layer all as its weight
+    for factor in new._trained_factors():
         factor.requires_grad_(was_trained.get(factor is new.sigma, was_trained[False]))
     new.init = getattr(layer, "init", new.init)
     return new

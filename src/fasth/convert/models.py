@@ -1,5 +1,5 @@
-"""Whole models: their layers held as SVDs, or dense again, or truncated. What cannot be converted is left alone, and
-it is said why."""
+"""Converts whole models: to SVDs, back to dense layers, or to lower rank. A report has the reason for every layer that
+is not converted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from fasth import _private
 from fasth.convert import lowrank
 from fasth.convert.lowrank import LowRank, matrix_shape, truncated
 from fasth.convert.parametrized import PARAMETRIZED, is_parametrized_alone, without_parametrizations
-from fasth.convert.replace import EXCLUDED, FILTERED, Conversion, Filter, Replacement, factors, is_factor, parameters_of
+from fasth.convert.replace import (
+    EXCLUDED,
+    FILTERED,
+    Conversion,
+    Filter,
+    Replacement,
+    is_weight_parameter,
+    parameters_of,
+    weight_parameters,
+)
 from fasth.nn import LinearOrthogonal
 from fasth.nn.factored import Factored, one_of
 from fasth.nn.factors import REFLECTORS
@@ -47,31 +56,31 @@ def to_svd(
 ) -> nn.Module:
     """The model with the weights of its Linear, Conv and recurrent layers held as W = U Σ Vᵀ; the same to rounding.
 
-    Converted are exactly the classes Linear, Conv1d, Conv2d, RNN, LSTM and GRU, of the last three the hidden-to-hidden
-    weights. A subclass may compute something else, or be read by its parent. Device, dtype, ``requires_grad`` and the
-    training mode stay as they are, and biases stay the same parameters. Modules that share a weight are all converted
-    and share its factors, or none of them is. Left alone are also layers with hooks, which would be lost, layers that
-    hold anything besides their weight and bias, and the layers of a wrapper that presents their weight as its own and
-    may write into it, as the adapters of PEFT do.
+    Layers of exactly the classes Linear, Conv1d, Conv2d, RNN, LSTM and GRU are converted, and of the last three the
+    hidden-to-hidden weights. A subclass may compute something else, or be read by its parent. Device, dtype,
+    ``requires_grad`` and the training mode stay as they are, and biases stay the same parameters. Modules that share a
+    weight are all converted and share its factors, or none of them is. Also excluded are layers with hooks, which would
+    be lost, layers with tensors other than their weight and bias, and the layers below a wrapper that presents their
+    weight as its own and may write into it, as PEFT's adapters do.
 
     Args:
-        model: any module, such a layer itself among them. Without any that can be converted it is an error.
-        filter: ``filter(name, module)`` says which of the layers that can be converted are to be.
-        exclude: a name, or several names, of modules to leave alone with all modules below them. A name is the end of a
-            path of ``model.named_modules()``, in whole components: "head" is also "decoder.head", and not "myhead".
-            A name that no module has is an error.
-        inplace: change ``model``, not a copy. If it is such a layer itself, only what is returned is converted.
-        spectrum: the map to the singular values, by default ``spectrum.free()``. Any other replaces singular values
-            that it does not have by the nearest ones that it has, and so changes what the model computes.
-        reflectors: "compact", or "full" for the paper's square U and V; those of recurrent layers are always compact.
-        rank: how many singular values each Linear and Conv layer has, at most; by default all. Fewer make the weight
-            the nearest of that rank, and the layer r·(n + m) parameters, for a weight of shape (n, m). Recurrent
-            layers are converted as without it, and layers that are SVDs already stay as they are: see ``compress``.
+        model: any module, also a single layer. An error is raised if no layer can be converted.
+        filter: ``filter(name, module)`` returns whether to convert a layer that can be converted.
+        exclude: a name, or several names, of modules that are not converted, with all modules below them. A name is the
+            end of a path of ``model.named_modules()``, in whole components: "head" matches "decoder.head" too, but not
+            "myhead". A name that matches no module is an error.
+        inplace: change ``model`` instead of a copy. If it is a layer itself, only the returned layer is converted.
+        spectrum: the map to the singular values, by default ``spectrum.free()``. Other spectra replace singular values
+            outside their range by the nearest inside, which changes the model's output.
+        reflectors: "compact", or "full" for the paper's square U and V. Recurrent layers are always compact.
+        rank: the largest number of singular values of each Linear and Conv layer; by default all. With fewer the weight
+            becomes the nearest of that rank, and the layer has r·(n + m) parameters for a weight of shape (n, m).
+            Recurrent layers keep their rank, and layers that are SVDs already are not changed: see ``compress``.
         report: a list, to which one ``Conversion`` is added for each module that holds a matrix. Without it, layers
-            that multiply by a weight and were left alone are logged, as a warning of the logger "fasth".
+            that multiply by a weight and were not converted are logged, as a warning of the logger "fasth".
 
     Returns:
-        The converted model. If anything fails, ``model`` is as it was. Costs an SVD of each weight.
+        The converted model. If an error is raised, ``model`` is unchanged. Costs an SVD of each weight.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -106,9 +115,9 @@ def to_dense(
     inplace: bool = False,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
-    """The model with plain Linear, Conv and recurrent layers of ``torch.nn`` in place of those of fasth.
+    """Replaces the layers of fasth in the model by plain Linear, Conv and recurrent layers of ``torch.nn``.
 
-    Arguments and guarantees are those of ``to_svd``. A model that has none of them comes back as it is.
+    Arguments and guarantees are those of ``to_svd``. A model without layers of fasth is returned unchanged.
     """
 
     def convert(name: str, layer: Any) -> tuple[nn.Module, str]:
@@ -129,20 +138,19 @@ def compress(
     inplace: bool = False,
     report: list[Conversion] | None = None,
 ) -> nn.Module:
-    """The model with each Linear and Conv weight truncated to its largest singular values, the nearest of lower rank.
+    """Truncates each Linear and Conv weight of the model to its largest singular values: the nearest of lower rank.
 
-    A weight of shape (n, m) that keeps r singular values becomes two thin layers, ``LowRank``, with r·(n + m)
-    parameters, where these are fewer than n·m, and a dense layer where not. These are layers of ``torch.nn``, also
-    where a layer of fasth was; that one is not decomposed, as its singular values are known. A dense layer costs an
-    SVD. RNNs are left alone, as their kernels take no thin weights, and so is ``LinearOrthogonal``, where no singular
-    value is larger than another.
+    A layer with a weight of shape (n, m) that keeps r singular values becomes two thin layers, ``LowRank``, with
+    r·(n + m) parameters, if these are fewer than n·m, and a dense layer otherwise, both of ``torch.nn``. A dense layer
+    costs an SVD; a layer of fasth is not decomposed, as its singular values are known. RNNs are not truncated, as their
+    kernels take no thin weights, nor is ``LinearOrthogonal``, whose singular values are equal.
 
     Args:
-        rank: how many singular values each layer keeps, at most. It has to be one that some layer has.
-        energy: or: each layer keeps as few as have this fraction, in (0, 1], of ‖W‖² = Σσ².
-        trainable: truncate to layers that are still SVDs, to train on: a ``LinearSVD``, ``Conv1dSVD`` or ``Conv2dSVD``
-            with ``rank`` = r, also r·(n + m) parameters and the singular values. A layer of fasth keeps its spectrum
-            and its kind of reflectors, a ``LinearSymmetric`` becomes a ``LinearSVD``, and a dense layer gets
+        rank: the largest number of singular values that a layer keeps, at most the rank of some layer.
+        energy: alternatively, each layer keeps as few as have this fraction, in (0, 1], of ‖W‖² = Σσ².
+        trainable: truncate to SVDs, for further training: a ``LinearSVD``, ``Conv1dSVD`` or ``Conv2dSVD`` with
+            ``rank`` = r, which has r·(n + m) parameters and the singular values. A layer of fasth keeps its spectrum
+            and its form of reflectors, a ``LinearSymmetric`` becomes a ``LinearSVD``, and a dense layer gets
             ``spectrum.free()``.
 
     The other arguments, and the guarantees, are those of ``to_svd``.
@@ -186,7 +194,7 @@ def _finish(
 
 
 def _is_expected(module: nn.Module) -> bool:
-    """Whether one could expect it to be converted: it multiplies by a weight. Tables of words or positions do not."""
+    """True for modules that multiply by a weight, so that one would expect a conversion. Embeddings are excluded."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Norm" in type(module).__name__:
         return False
     matrices = [name for name, parameter in parameters_of(module) if is_lazy(parameter) or parameter.ndim >= 2]
@@ -201,20 +209,20 @@ def _is_expected(module: nn.Module) -> bool:
 def _is_wrapper(module: nn.Module) -> bool:
     """True for a module whose class presents the weight of a layer below it as its own, by a property.
 
-    PEFT's adapters are such modules: their ``weight`` is that of their base layer, and merging an adapter writes into
-    it. A layer of fasth and a ``LowRank`` compute their weight, and write into none below them.
+    PEFT's adapters are such modules: their ``weight`` is their base layer's, and merging an adapter writes into it. A
+    layer of fasth and a ``LowRank`` compute their weight, and write into no layer below them.
     """
     presents = isinstance(inspect.getattr_static(type(module), "weight", None), property)
     return presents and not is_parametrized(module) and not isinstance(module, (Factored, LowRank))
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether it is a quantized layer, whose weight is a method."""
+    """True for a quantized layer, whose weight is a method."""
     return callable(getattr(type(module), "weight", None))
 
 
 def _listed(conversions: Iterable[Conversion]) -> str:
-    """One line for each kind of module and reason: a model may have a hundred of a kind."""
+    """Lists one line for each kind of module and reason, since a model may have a hundred modules of a kind."""
     names = defaultdict(list)
     for name, before, _, reason in conversions:
         names[before, reason].append(name or "the model itself")
@@ -269,28 +277,29 @@ def _why_not_to_compress(module: nn.Module) -> str | None:
 
 
 def _why_not_fasth(module: Any) -> str:
-    """The reason why a layer of fasth cannot be replaced: a subclass of those that fasth has may be anything."""
+    """The reason why a layer of fasth cannot be replaced, or "". Subclasses may compute something else."""
     if type(module).__module__.partition(".")[0] != "fasth":
         return f"a subclass of {type(module).__mro__[1].__name__} may compute something else"
     return _why_not(module, module._factor_names)
 
 
 def _why_not_parameters(module: nn.Module) -> str:
-    """The reason why a module cannot be replaced that lies in how it has its parameters, or ""."""
+    """The reason why the parameters of a module prevent its replacement, or ""."""
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "its size is not known before a first batch"
     return "it is parametrized" if is_parametrized(module) else ""
 
 
 def _why_not(module: nn.Module, weights: tuple[str, ...]) -> str:
-    """The reason why a module of a known class cannot be replaced, or "": it is nothing more than its class."""
-    if _private.number_of_hooks(module) > isinstance(module, Factored):  # which has one of its own
+    """The reason why a module of a known class cannot be replaced, or "" if it has nothing besides its class."""
+    if _private.number_of_hooks(module) > isinstance(module, Factored):  # a layer of fasth has one hook of its own
         return HOOKS_LOST
     if "forward" in vars(module):
         return "its forward method is not that of its class"
     held = [name for name, _ in (*parameters_of(module), *module.named_buffers(recurse=False)) if name != "_layout"]
     held += [name for name, _ in module.named_children() if not isinstance(module, nn.MultiheadAttention)]
-    if any(name not in held for name in weights) or any(name not in weights and is_factor(name) for name in held):
+    others = [name for name in held if name not in weights]
+    if any(name not in held for name in weights) or any(map(is_weight_parameter, others)):
         return f"it holds {', '.join(held)}, not what its class holds"
     return _why_not_tensors([*module.parameters(recurse=False)])
 
@@ -322,5 +331,5 @@ def _check_rank(rank: int | None) -> None:
 
 
 def _check_finite(name: str, layer: nn.Module) -> None:
-    if not all(factor.isfinite().all() for factor in factors(layer)):
+    if not all(p.isfinite().all() for p in weight_parameters(layer)):
         raise ValueError(f"`model` should have finite weights; got nan or infinity in {name or 'it'}")

@@ -1,7 +1,7 @@
-"""Layers whose weights are held as SVDs by parametrizing them: attention, and more kinds of convolutions.
+"""Converts layers by parametrizing their weights as SVDs: attention, and more kinds of convolutions.
 
-The class of the layer still computes the output. Its weight, which is several matrices or one of another shape,
-becomes a batch of matrices, each with its own SVD: ``fasth.parametrizations.svd``.
+The class of the layer still computes the output. Its weight is reshaped to a batch of matrices, each with its own SVD,
+by ``fasth.parametrizations.svd``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ByParametrization:
         return tuple(self.shapes(dense))
 
     def why_not(self, dense: Any) -> str:
-        """Nothing that is known before the weights are looked at."""
+        """Returns "": reasons depend on the values of the weights, which are checked later."""
         return ""
 
     def to_svd(self, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[nn.Module, str]:
-        """A copy with parametrized weights, which shares all other parameters: compact reflectors, full rank."""
+        """Copies the layer with parametrized weights of full rank and shares its other parameters."""
         layer = _copy_with_parameters(dense)
         for name, shape in self.shapes(dense).items():
             svd(layer, name, spectrum, shape=shape)
@@ -46,7 +46,7 @@ class ByParametrization:
 
 
 def is_parametrized_alone(module: nn.Module) -> bool:
-    """Whether all parametrizations of a module are those of ``fasth.parametrizations``, and no others."""
+    """True if all parametrizations of a module are from ``fasth.parametrizations``."""
     return parametrize.is_parametrized(module) and all(
         len(held) == 1 and isinstance(held[0], (OrthogonalWeight, SVDWeight))
         for held in module.parametrizations.values()  # type: ignore[operator]
@@ -54,9 +54,9 @@ def is_parametrized_alone(module: nn.Module) -> bool:
 
 
 def without_parametrizations(module: Any) -> nn.Module:
-    """A copy of the layer with plain parameters in place of parametrized ones, which shares all other parameters.
+    """Copies the layer with plain parameters instead of parametrized ones, and shares its other parameters.
 
-    ``remove_parametrizations`` would change the class, which the copies of a parametrized module share.
+    ``remove_parametrizations`` would change the class, which copies of a parametrized module share.
     """
     dense = _copy_with_parameters(module)
     dense.__class__ = parametrize.type_before_parametrizations(module)
@@ -68,13 +68,13 @@ def without_parametrizations(module: Any) -> nn.Module:
     for name, held in module.parametrizations.items():
         trained = any(original.requires_grad for original in held.parameters())
         dense.register_parameter(name, nn.Parameter(getattr(module, name).detach().clone(), requires_grad=trained))
-    for name, parameter in others.items():  # after the weights, where PyTorch's classes have them
+    for name, parameter in others.items():  # in the order of PyTorch's classes: weights first
         dense.register_parameter(name, parameter)
     return dense
 
 
 def _copy_with_parameters(module: nn.Module) -> Any:
-    """A copy of a module with the same parameters."""
+    """Copies a module and shares its parameters."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
@@ -83,14 +83,14 @@ def _as_it_is(layer: Any) -> Shapes:
 
 
 def _by_group(conv: Any) -> Shapes:
-    """One matrix for each group: from a patch to the output's channels; transposed, from the input's to a patch."""
+    """One matrix for each group: from a patch to output channels; transposed, from input channels to a patch."""
     first, *others = conv.weight.shape
     matrix = first // conv.groups, math.prod(others)
     return {"weight": matrix if conv.groups == 1 else (conv.groups, *matrix)}
 
 
 def _by_projection(attention: Any) -> Shapes:
-    """Queries, keys and values each have a matrix. PyTorch stacks them where they have one size."""
+    """One matrix each for queries, keys and values. PyTorch stacks them if they have the same size."""
     if attention.in_proj_weight is None:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         return {name: tuple(getattr(attention, name).shape) for name in names}

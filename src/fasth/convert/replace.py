@@ -1,4 +1,4 @@
-"""Replacing layers of a model: all that were chosen or, if anything fails, none. What they share stays shared."""
+"""Replaces the chosen layers of a model: all of them or, after an error, none. Shared parameters stay shared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXCLUDED = "`exclude` names it"
 
 
 class Conversion(NamedTuple):
-    """What became of one layer of a model."""
+    """The conversion of one layer of a model, for the report."""
 
     name: str  # as in ``model.named_modules()``: "" is the model itself
     before: str  # the name of its class
@@ -27,14 +27,15 @@ class Conversion(NamedTuple):
 
 
 class Replacement:
-    """Which layers of a model are to be replaced, and why others are not.
+    """The layers of a model to replace, and the reasons for the others.
 
     Args:
         model: any module; it is copied unless ``inplace``.
-        why_not: of a module, why it cannot be replaced, "" if it can be, None if it is no layer that this is about.
-        filter: of a name and a module that can be replaced, whether it is to be.
-        exclude: the names of modules to leave alone, with all modules below them.
-        is_wrapper: of a module, whether it may write to the weights of the layers below it, which are then left alone.
+        why_not: returns the reason why a module cannot be replaced, "" if it can, or None if it is not a layer to
+            report.
+        filter: takes the name and the module of a layer that can be replaced, and returns whether to replace it.
+        exclude: the names of modules that are not replaced, with all modules below them.
+        is_wrapper: returns whether a module may write to the weights of the layers below it, which are not replaced.
     """
 
     def __init__(
@@ -74,13 +75,12 @@ class Replacement:
         self._leave_those_that_share_with_others()
 
     def carry_out(self, convert: Callable[[str, nn.Module], tuple[nn.Module | None, str]]) -> list[Conversion]:
-        """Puts ``convert(name, module)`` in the place of every chosen module, or leaves it if that is None.
+        """Replaces every chosen module by ``convert(name, module)``, which returns a module, or None, and a reason.
 
-        The string that comes with it says why. Nothing is put in place before everything is made. Biases stay the same
-        parameters.
+        All modules are converted before the first is replaced. Biases stay the same parameters.
         """
         made: dict[nn.Module, nn.Module] = {}
-        first: dict[nn.Parameter, nn.Module] = {}  # made from a factor that others may have too
+        first: dict[nn.Parameter, nn.Module] = {}  # the first module made from a parameter that others may share
         conversions = []
         for module, reason in self.reasons.items():
             new = None
@@ -88,20 +88,22 @@ class Replacement:
                 new, reason = convert(self.names[module], module)
             if new is not None:
                 _carry_over(module, new)
-                _share_factors(first.setdefault(factors(module)[0], new), new, children=dict(module.named_children()))
+                _share_factors(
+                    first.setdefault(weight_parameters(module)[0], new), new, children=dict(module.named_children())
+                )
                 made[module] = new.train(module.training)
             after = None if new is None else type(new).__name__
             conversions.append(Conversion(self.names[module], type(module).__name__, after, reason))
         places = [(path, module) for path, module in self.model.named_modules(remove_duplicate=False) if path]
         self.model = made.get(self.model, self.model)
-        for path, module in places:  # a parent comes before its children, which the new one has, too
+        for path, module in places:  # parents come before their children, which a new parent has too
             if module in made:
-                where, _, name = path.rpartition(".")
-                setattr(self.model.get_submodule(where), name, made[module])
+                parent, _, name = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), name, made[module])
         return conversions
 
     def left_alone(self) -> list[Conversion]:
-        """What is known not to be replaced before anything is."""
+        """Lists the layers that will not be replaced, with their reasons."""
         return [
             Conversion(self.names[module], type(module).__name__, None, reason)
             for module, reason in self.reasons.items()
@@ -117,25 +119,25 @@ class Replacement:
                 )
 
     def _leave_those_that_share_with_others(self) -> None:
-        """Chosen are only modules that have their factors alone, or with others of their kind that are chosen too."""
+        """Excludes modules that share a weight with a module that is not chosen or would not share the factors."""
         owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
         for module in self.names:
             for parameter in (*(p for _, p in parameters_of(module)), *_originals(module)):
                 owners[parameter].append(module)
         chosen = {module for module, reason in self.reasons.items() if not reason}
         for module in chosen:
-            for factor in factors(module):
-                if owners[factor].count(module) > 1:
+            for parameter in weight_parameters(module):
+                if owners[parameter].count(module) > 1:
                     self.reasons[module] = "two of its weights are one parameter"
-                for other in owners[factor]:
+                for other in owners[parameter]:
                     if other is not module and not (other in chosen and _same_factors(other, module)):
-                        whom = f"{type(other).__name__} `{self.names.get(other, '')}`"
-                        self.reasons[module] = f"it shares a weight with {whom}, which would not share its factors"
+                        owner = f"{type(other).__name__} `{self.names.get(other, '')}`"
+                        self.reasons[module] = f"it shares a weight with {owner}, which would not share its factors"
 
 
-def factors(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a layer's matrix is, or is made of: those that a conversion makes anew."""
-    return [p for name, p in parameters_of(module) if is_factor(name)] + _originals(module)
+def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that hold a layer's weight, dense or factored: a conversion replaces them."""
+    return [p for name, p in parameters_of(module) if is_weight_parameter(name)] + _originals(module)
 
 
 def _originals(module: nn.Module) -> list[nn.Parameter]:
@@ -150,12 +152,12 @@ def _parametrizations(module: Any) -> list[nn.Module]:
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Its own, by name; one with two names comes twice."""
+    """The module's own parameters by name; a parameter with two names is listed twice."""
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def is_factor(name: str) -> bool:
-    """Whether a parameter of this name is what a layer's matrix is, or is made of."""
+def is_weight_parameter(name: str) -> bool:
+    """True if a parameter of this name holds a layer's weight, dense or factored."""
     return not (name.startswith(("bias", "weight_ih", "weight_hr")) or name.endswith("bias"))
 
 
@@ -167,9 +169,9 @@ def _checked_names(exclude: str | Iterable[str]) -> list[str]:
 
 
 def _named(model: nn.Module, names: list[str]) -> set[nn.Module]:
-    """The modules that the names say, and all modules below them.
+    """Returns the modules that the names match, and all modules below them.
 
-    A name says every module whose path is the name, or ends with it at a dot: "head" says "head" and "model.head".
+    A name matches every module whose path is the name, or ends with a dot and the name: "head" matches "model.head".
     """
     found: set[nn.Module] = set()
     paths = dict(model.named_modules(remove_duplicate=False))
@@ -187,41 +189,41 @@ def _named(model: nn.Module, names: list[str]) -> set[nn.Module]:
 
 
 def _same_factors(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two layers have one matrix, as far as their parameters and what is made of them go."""
+    """True if two layers have the same matrix: the same parameters, shapes and spectra."""
     return (
         type_before_parametrizations(a) is type_before_parametrizations(b)
-        and len(factors(a)) == len(factors(b))
-        and all(p is q for p, q in zip(factors(a), factors(b), strict=True))
+        and len(weight_parameters(a)) == len(weight_parameters(b))
+        and all(p is q for p, q in zip(weight_parameters(a), weight_parameters(b), strict=True))
         and all(torch.equal(p, q) for p, q in zip(a.buffers(), b.buffers(), strict=True))
         and _spectra_of(a) == _spectra_of(b)
     )
 
 
 def _spectra_of(module: nn.Module) -> list[object]:
-    """The spectrum of a layer of fasth, or those of its parametrizations."""
+    """The spectrum of a layer of fasth, or the spectra of its parametrizations."""
     return [getattr(part, "spectrum", None) for part in (module, *_parametrizations(module))]
 
 
 def _carry_over(module: nn.Module, new: nn.Module) -> None:
-    """The parameters that are no factors. Of two layers in sequence the second has the bias."""
+    """Copies the other parameters; a LowRank's bias goes to its second layer."""
     for name, parameter in parameters_of(module):
-        if not is_factor(name):
+        if not is_weight_parameter(name):
             setattr(new[-1] if isinstance(new, nn.Sequential) else new, name, parameter)
 
 
 def _share_factors(first: nn.Module, new: nn.Module, children: Container[str]) -> None:
     """Gives ``new`` the factors of ``first``, of the same class and made from the same parameters.
 
-    Not those of ``children``, which the layer had before.
+    Parameters of ``children``, which the layer had before, are excluded.
     """
     for path, tensor in (*first.named_parameters(), *first.named_buffers()):
         where, _, name = path.rpartition(".")
-        if is_factor(name) and where.partition(".")[0] not in children:
+        if is_weight_parameter(name) and where.partition(".")[0] not in children:
             setattr(new.get_submodule(where), name, tensor)
 
 
 def _named_modules(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what ``module.named_modules()`` does, but for the parametrizations of a module, which are a part of it."""
+    """Yields what ``module.named_modules()`` does, without the parametrizations of modules."""
     if module in seen:
         return
     seen.add(module)

@@ -49,5 +49,5 @@ class SVDTransform(InvertibleModule):
         return (y,), logabsdet
 
     def output_dims(self, input_dims: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Those of the input."""
+        """The shapes of the outputs, equal to the shapes of the inputs."""
         return input_dims

@@ -1,11 +1,10 @@
-"""What a flow asks of a layer: y = W x + bias and x of y, each with its log-determinant."""
+"""The operations that flows need of a layer: y = W x + bias and its inverse, each with the log-determinant."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fasth.nn import (
@@ -26,7 +25,7 @@ _CONV = (Conv1dSVD, Conv2dSVD, Conv1dMapSVD, Conv2dMapSVD, Conv1dOrthogonal, Con
 
 
 def invertible(layer: nn.Module) -> Any:
-    """The layer, if it can have an inverse: a square linear one, a 1×1 convolution of full rank, or an exact one."""
+    """Checks that a layer can have an inverse and returns it: square linear, 1×1 convolution or exact, of full rank."""
     if isinstance(layer, _LINEAR):
         layer._check_square("SVDTransform")
     elif isinstance(layer, _CONV):
@@ -46,46 +45,51 @@ def event_shape(layer: Any) -> tuple[int | str, ...]:
     if isinstance(layer, _LINEAR):
         return (layer.in_features,)
     if not isinstance(layer, _CONV):
-        invertible(layer)  # raises: something, such as ``to_dense``, has replaced the layer
+        invertible(layer)  # raises if the layer was replaced, by ``to_dense`` for example
     return (layer.in_channels, *(("length",) if len(layer.kernel_size) == 1 else ("height", "width")))
 
 
 def written(shape: tuple[int | str, ...]) -> str:
-    """For messages: (3, height, width), without the quotes that Python puts around its words."""
+    """Formats a shape for messages, without quotes around words: (3, height, width)."""
     return str(shape).replace("'", "")
 
 
 def forward(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """y = W x + bias and log |det ∂y/∂x|.  x: (batch, *event) → (batch, *event) and (batch,)."""
     check_batch(layer, x)
-    y, logabsdet = layer.forward_and_logabsdet(x)
-    return y, _for_samples(logabsdet, x.shape[:1])
+    return both_with_any_batch(layer.forward_and_logabsdet, layer, x)
 
 
 def inverse(layer: Any, y: Tensor) -> tuple[Tensor, Tensor]:
     """x = W⁻¹ (y − bias) and log |det ∂x/∂y|.  y: (batch, *event) → (batch, *event) and (batch,)."""
     check_batch(layer, y)
-    return layer.inverse(y), -logabsdet(layer, y)
+    return both_with_any_batch(layer.inverse_and_logabsdet, layer, y)
 
 
 def logabsdet(layer: Any, x: Tensor) -> Tensor:
     """log |det| of the layer as a map of one sample, for every sample.  x: (*, *event) → (*)."""
     batch = x.ndim - len(event_shape(layer))
-    positions = x.shape[batch + 1 :]  # after the channels of a convolution
-    return _for_samples(layer.logabsdet(*positions), x.shape[:batch])
+    positions = x.shape[batch + 1 :]  # the positions of a convolution follow the channels
+    return layer.logabsdet(*positions).expand(x.shape[:batch]).clone()  # flow libraries sum determinants in place
 
 
-def _for_samples(logabsdet: Tensor, batch: torch.Size) -> Tensor:
-    """A copy for every sample: flow libraries sum determinants in place."""
-    return logabsdet.expand(batch).clone()
+def with_any_batch(function: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:
+    """Applies ``function``, the layer or its inverse, to x: (*, *event)."""
+    return function(_with_one_batch(layer, x)).reshape(x.shape)
 
 
-def of_any_batch(function: Callable[[Tensor], Tensor], layer: Any, x: Tensor) -> Tensor:
-    """``function``, the layer or its inverse, of x: (*, *event). A convolution takes one batch dimension, or none."""
+def both_with_any_batch(
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], layer: Any, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Applies ``function``, which also returns a log-determinant, to x: (*, *event) → (*, *event) and (*)."""
+    y, logabsdet = function(_with_one_batch(layer, x))
+    return y.reshape(x.shape), logabsdet.expand(x.shape[: x.ndim - len(event_shape(layer))]).clone()
+
+
+def _with_one_batch(layer: Any, x: Tensor) -> Tensor:
+    """Reshapes x to at most one batch dimension, as convolutions require."""
     batch = x.ndim - len(event_shape(layer))
-    if batch < 2 or isinstance(layer, _LINEAR):
-        return function(x)
-    return function(x.flatten(0, batch - 1)).reshape(x.shape)
+    return x if batch < 2 or isinstance(layer, _LINEAR) else x.flatten(0, batch - 1)
 
 
 def check_batch(layer: Any, x: Tensor) -> None:

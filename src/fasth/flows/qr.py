@@ -23,8 +23,8 @@ class QRTransform(ReflectorTransform):
 
     Args:
         V: (*b, r, c), the reflectors, as in ``HouseholderTransform``.
-        R: (*b, c, c). Above the diagonal it is R; on the diagonal it is log rᵢᵢ, so zeros make R = I. What stands below
-            is not read.
+        R: (*b, c, c). Above the diagonal it is R; on the diagonal it is log rᵢᵢ, so zeros make R = I. Entries below the
+            diagonal are not read.
         event_dim: 1 for vectors (*, c); 3 for images (*, c, height, width), the invertible 1×1 convolution; 2 for
             sequences (*, c, length).
         cache_size: as in every Transform: with 1, the inverse of the last result is the argument that it came from.
@@ -74,7 +74,7 @@ class QRTransform(ReflectorTransform):
         return (math.prod(shape[len(shape) - n + 1 :]) * logabsdet).expand(shape[:-n]).clone()
 
     def _of_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The function of x as rows (*b, m, c), of which m share a matrix."""
+        """Applies the function to x as rows (*b, m, c), where m rows share a matrix."""
         shape, n = self.forward_shape(x.shape), self.event_dim
         c, positions = shape[-n], math.prod(shape[len(shape) - n + 1 :])
         rows = x.reshape(*x.shape[:-n], c, positions).mT
@@ -84,7 +84,7 @@ class QRTransform(ReflectorTransform):
         return self.R.triu(1) + self.R.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        """x Rᵀ Qᵀ, of which the second product comes first where it then has fewer rows."""
+        """x Rᵀ Qᵀ. Q R is formed first if that has fewer rows."""
         Rt = self._triangle().mT
         if rows.shape[-2] > Rt.shape[-1]:
             return rows @ householder(Rt, self.V)

@@ -1,4 +1,4 @@
-"""What flows share whose samples have reflectors of their own, made by an encoder."""
+"""The base of flows in which every sample has its own reflectors, made by an encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fasth.operators.matrix import broadcast_batches
 
 
 class ReflectorTransform(Transform):
-    """A transform of events of d features that is made of reflectors V: (*b, r, d) and of tensors beside them.
+    """A transform of events with d features, given by reflectors V: (*b, r, d) and other tensors.
 
     Each entry of the batch b has its own map. b broadcasts against the batch of x, as parameters of distributions do.
     """
@@ -30,7 +30,7 @@ class ReflectorTransform(Transform):
         self.domain = self.codomain = constraints.independent(constraints.real, event_dim)
 
     def forward_shape(self, shape: Sequence[int]) -> torch.Size:
-        """The shape of y for x of this shape: a batch of transforms makes a batch of one x."""
+        """The shape of y for x of this shape. It includes the batch of the transform."""
         d, n = self.V.shape[-1], self.event_dim
         if len(shape) < n or shape[-n] != d:
             raise ValueError(
@@ -49,9 +49,9 @@ def reflect_each(x: Tensor, V: Tensor, transpose: bool = False) -> Tensor:
 
 
 def by_matrix(multiply: Callable[[Tensor], Tensor], rows: Tensor, batch_dims: int) -> Tensor:
-    """``multiply`` of the rows as (*b, m, d), where the matrices that they meet have a batch b of so many dimensions.
+    """Applies ``multiply`` to the rows as (*b, m, d), where the batch b of the matrices has ``batch_dims`` dimensions.
 
-    rows: (*samples, *b, m, d). All that meet the same matrix become rows of one product: to expand the matrices to all
+    rows: (*samples, *b, m, d). Rows with the same matrix become rows of one product: expanding the matrices to all
     samples would copy them.
     """
     extra = rows.ndim - 2 - batch_dims
@@ -70,7 +70,7 @@ def check_reflectors(V: Tensor) -> None:
 
 
 def check_triangle(name: str, R: Tensor, largest: int) -> None:
-    """That R is a matrix, or a batch of them, of 1 to ``largest`` rows and as many columns."""
+    """Checks that R is a square matrix, or a batch of them, with 1 to ``largest`` rows."""
     if not isinstance(R, Tensor):
         raise TypeError(f"`{name}` should be a tensor; got {type(R).__name__}")
     if R.ndim < 2 or R.shape[-2] != R.shape[-1] or not 1 <= R.shape[-1] <= largest:

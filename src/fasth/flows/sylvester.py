@@ -1,4 +1,4 @@
-"""The Sylvester flow: a residual layer of hidden units, whose determinant and inverse are those of triangles."""
+"""The Sylvester flow: a residual layer whose determinant and inverse reduce to triangular matrices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fasth.operators.matrix import broadcast_batches, values_known
 
 __all__ = ["SylvesterTransform"]
 
-LARGEST = 0.999  # entry of an unconstrained diagonal
+LARGEST = 0.999  # the largest diagonal entry that ``from_unconstrained`` makes
 
 
 class SylvesterTransform(ReflectorTransform):
@@ -28,9 +28,9 @@ class SylvesterTransform(ReflectorTransform):
         validate_args: whether to check the diagonals, as distributions do. That reads their values, so a GPU has to
             finish them first.
 
-    x is (*, d), with * broadcast against the batches b of the tensors. ``call_and_ladj(x)`` is y and log |det| at once:
-    about 8·r·d + 4·M² operations a row, and what ``HouseholderTransform`` takes for each Q, twice. On its own,
-    ``log_abs_det_jacobian`` has to find Qᵀx again.
+    x is (*, d), with * broadcast against the batches b of the tensors. ``call_and_ladj(x)`` computes y and log |det|
+    together: about 8·r·d + 4·M² operations a row, and twice the cost of ``HouseholderTransform`` for each Q. Alone,
+    ``log_abs_det_jacobian`` has to compute Qᵀx again.
 
     The inverse is exact to rounding. It solves M equations of one unknown, from the last coordinate of Qᵀx to the
     first, all samples at once: about a hundred small operations in sequence for each equation, and O(M³) a row for its
@@ -75,7 +75,7 @@ class SylvesterTransform(ReflectorTransform):
         return SylvesterTransform(self.V, self.R1, self.R2, self.bias, cache_size, validate_args=False)
 
     def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """y and log |det ∂y/∂x|, in less time than one after the other: (*, d) and (*)."""
+        """Computes y and log |det ∂y/∂x| together, in less time than separately: (*, d) and (*)."""
         self.forward_shape(x.shape)
         hidden = self._hidden(self._coordinates(x))
         return x + self._embed(_times(self.R1, hidden)), self._logabsdet(hidden)
@@ -121,14 +121,16 @@ class SylvesterTransform(ReflectorTransform):
         return torch.log1p(products * (1 - hidden.square())).sum(-1)  # tanh′ = 1 − tanh²
 
     def _newton_step(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """J⁻¹ residual with J = I + R₁ diag(tanh′) R₂, upper triangular, as a constant."""
+        """J⁻¹ residual with J = I + R₁ diag(tanh′) R₂, upper triangular and constant to autograd."""
         R1, R2 = self.R1.detach(), self.R2.detach()
-        eye = torch.eye(self._M, dtype=R1.dtype, device=R1.device) * (1 + torch.finfo(R1.dtype).eps)  # no zero in J
+        eye = torch.eye(self._M, dtype=R1.dtype, device=R1.device) * (
+            1 + torch.finfo(R1.dtype).eps
+        )  # keeps J without zeros
         J = eye + (R1 * (1 - hidden.square()).unsqueeze(-2)) @ R2
         return torch.linalg.solve_triangular(J, residual.unsqueeze(-1), upper=True).squeeze(-1)
 
     def _solve(self, target: Tensor) -> Tensor:
-        """w with w + R₁ tanh(R₂ w + b) = target, from the last coordinate, which depends on none of the others."""
+        """Solves w + R₁ tanh(R₂ w + b) = target, from the last coordinate, which does not depend on the others."""
         target = target.expand((*broadcast_batches(x=tuple(target.shape[:-1]), V=self.batch), self._M))
         w, hidden = torch.zeros_like(target), torch.zeros_like(target)
         for i in reversed(range(self._M)):
@@ -142,10 +144,10 @@ class SylvesterTransform(ReflectorTransform):
 
 
 def solve_increasing(a: Tensor, b: Tensor, c: Tensor, target: Tensor) -> Tensor:
-    """w with w + a·tanh(b·w + c) = target, entry by entry, for a·b ≥ −1.
+    """Solves w + a·tanh(b·w + c) = target, entry by entry, for a·b ≥ −1.
 
-    The left side increases and differs from w by at most |a|, which brackets w. Newton's method, and where its step is
-    not less than half of the one before, the middle of the bracket. So it never leaves the bracket, and always ends.
+    The left side increases and differs from w by at most |a|, which brackets w. Each iteration is a step of Newton's
+    method, or a bisection if that step is more than half of the previous one, so the iteration always converges.
     """
     low, high = target - a.abs(), target + a.abs()
     w, step = target, high - low

@@ -9,7 +9,7 @@ from torch.distributions import constraints
 from torch.distributions.transforms import Transform
 
 from fasth import _private
-from fasth.flows.layer import event_shape, invertible, logabsdet, of_any_batch
+from fasth.flows.layer import both_with_any_batch, event_shape, invertible, logabsdet, with_any_batch
 
 __all__ = ["SVDTransform"]
 
@@ -48,16 +48,20 @@ class SVDTransform(Transform, nn.Module):
         return self if cache_size == self.cache_size else SVDTransform(self.layer, cache_size)
 
     def _call(self, x: Tensor) -> Tensor:
-        return of_any_batch(self.layer, self.layer, x)
+        return with_any_batch(self.layer, self.layer, x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        return of_any_batch(self.layer.inverse, self.layer, y)
+        return with_any_batch(self.layer.inverse, self.layer, y)
+
+    def call_and_ladj(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """y and log |det ∂y/∂x|, with the singular values computed once for both: (*, *event) and (*)."""
+        return both_with_any_batch(self.layer.forward_and_logabsdet, self.layer, x)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """log |det ∂y/∂x| = Σ log |σ|, for each position of a convolution: (*), the shape of the batch.  O(d)."""
         return logabsdet(self.layer, x)
 
-    # A Transform compares by identity, and is then not hashable; a module has to be.
+    # Transform defines __eq__ and so is not hashable; a module has to be.
     __hash__ = nn.Module.__hash__
     __repr__ = nn.Module.__repr__
 

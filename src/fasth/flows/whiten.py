@@ -1,4 +1,4 @@
-"""A start for a flow's layer that is chosen by data."""
+"""Initializes a flow's layer from data."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def whiten_(layer: Layer, x: Tensor, eps: float = 1e-4) -> Layer:
     """Makes W = U Vᵀ C^(−½), with C the covariance of x: then ``layer(x)`` has covariance I, and mean 0 with a bias.
 
-    It is for layers that take data to noise: x is what the layer sees in the first batch. U Vᵀ is the orthogonal matrix
-    that the layer has, and keeps: a rotation after ``init="haar"``, none after ``init="identity"``, and none in
-    ``LinearSymmetric``. The singular values become 1/√λ for the eigenvalues λ of C, each with the directions of the
-    data that it belongs to, which training from equal singular values has to find first. ``docs/flows.md`` shows where
-    that helps, images, and where it does not. Costs an eigendecomposition of C and an SVD.
+    For layers that map data to noise: x is the layer's input in the first batch. U Vᵀ is the layer's current orthogonal
+    matrix, which is kept: a rotation after ``init="haar"``, the identity after ``init="identity"`` and in
+    ``LinearSymmetric``. The singular values become 1/√λ for the eigenvalues λ of C, each along its direction in the
+    data, which training from equal singular values would have to find first. ``docs/flows.md`` shows where this helps,
+    images, and where it does not. Costs an eigendecomposition of C and an SVD.
 
     Args:
         layer: as ``fasth.SVDTransform`` takes it, but not ``LinearOrthogonal``, which has no scale to learn.
         x: (batch, d) for a linear layer; (batch, channels, length) or (batch, channels, height, width) for a
-            convolution, whose covariance is that of the channels at all positions. A thousand rows or more: with few
-            of them C fits these and no others.
-        eps: eigenvalues below ``eps`` times the largest count as that. So the condition number of W is at most 1/√eps.
+            convolution, whose covariance is over the channels at all positions. A thousand rows or more: with few rows
+            C overfits.
+        eps: eigenvalues below ``eps`` times the largest are replaced by it, so cond(W) is at most 1/√eps.
 
     Returns:
-        The layer. Singular values that its spectrum does not have are replaced as in ``set_weight_``.
+        The layer. Singular values outside its spectrum are replaced as in ``set_weight_``.
     """
     checked = invertible(layer)
     if isinstance(layer, LinearOrthogonal):

@@ -14,7 +14,7 @@ __all__ = ["SVDTransform"]
 
 
 class SVDTransform(LazyTransform):
-    """Called, it gives ``fasth.SVDTransform(layer)``: y = W x + bias, with log |det W| from the factors of W.
+    """Returns ``fasth.SVDTransform(layer)`` when called: y = W x + bias, with log |det W| from the factors of W.
 
     In Zuko a transform takes data to noise: a density costs the layer, a sample the layer's inverse, which is about
     the same, and the determinant O(d). ``.inv`` turns it round.
@@ -37,5 +37,5 @@ class SVDTransform(LazyTransform):
         self.layer = invertible(layer)
 
     def forward(self, c: Any = None) -> transform.SVDTransform:
-        """The transform, whatever the context."""
+        """Returns the transform; the context is ignored."""
         return transform.SVDTransform(self.layer)

@@ -24,7 +24,7 @@ _all: weakref.WeakSet[Cache] = weakref.WeakSet()
 
 
 class Entry(NamedTuple):
-    """A cached weight, and the tensors that it was formed from. It is valid for these very tensors only."""
+    """A cached weight, and the tensors from which it was formed. It is valid for these tensor objects only."""
 
     weight: Any  # a tensor, or several: thin factors, the weights of a recurrent layer
     with_graph: bool
@@ -52,13 +52,14 @@ class Cache:
 
 @contextmanager
 def cached() -> Iterator[None]:
-    """Within ``with fasth.cached():`` each layer forms its dense weight once, at its first use, and multiplies by that.
+    """Within ``with fasth.cached():`` each layer forms its dense weight once, at its first use, and multiplies by it.
 
-    For inference, where a layer then costs what its twin in ``torch.nn`` costs; and for training, where a layer is used
-    more than once in a step, as in a loop over time: the weight is formed once and differentiated once. It is dropped
-    at the end. As with ``torch.nn.utils.parametrize.cached()``, values of parameters should not change within it, and
-    what goes backward through a cached weight goes once, unless the graph is retained. A cached weight serves only the
-    tensors that it was formed from: copies, replicas and ``torch.func.functional_call`` form their own.
+    Use it for inference, where a layer then costs as much as its twin in ``torch.nn``, and for training steps that call
+    a layer more than once, as in a loop over time: the weight is formed once and differentiated once. Weights are
+    dropped when the context ends. As with ``torch.nn.utils.parametrize.cached()``, values of parameters should not
+    change within it, and only one backward pass may go through a cached weight, unless the graph is retained. A cached
+    weight is used only with the tensors from which it was formed: copies, replicas and ``torch.func.functional_call``
+    form their own.
 
     In eager mode and under ``torch.compile``, on every device. Transforms of ``torch.func`` and regions of
     ``torch.utils.checkpoint`` take no cached weight. ``torch.export`` takes those that were cached before, under
@@ -83,10 +84,10 @@ def cached() -> Iterator[None]:
 
 
 def weight_from(cache: Cache, layer: nn.Module, names: Iterable[str], form: Callable[[], Any]) -> Any:
-    """The cached weight of the factors of these names, formed by ``form()`` at the first use; None if none may be used.
+    """Returns the cached weight of these factors, formed by ``form()`` at the first use; None if none may be used.
 
     Transforms of ``torch.func`` take no cached weight. Nor does a region of ``torch.utils.checkpoint`` in eager mode:
-    it runs twice, and has to save the same tensors both times, also if the second run is outside of the context.
+    it runs twice, and has to save the same tensors both times, even if the second run is outside of the context.
     """
     entry, with_graph = cache.entry, torch.is_grad_enabled()
     if is_exporting():
@@ -104,10 +105,10 @@ def weight_from(cache: Cache, layer: nn.Module, names: Iterable[str], form: Call
 
 
 def _constant(entry: Entry | None, layer: nn.Module) -> Any:
-    """The cached weight as a constant of an exported program; None if there is none, or if gradients are wanted.
+    """Returns the cached weight as a constant of an exported program; None without one, or if gradients are needed.
 
-    It should have been cached before: while ``torch.export`` traces, parameters have no values. A tensor that was made
-    in inference mode would make the program fail wherever it is called outside of that mode.
+    The weight has to be cached before: while ``torch.export`` traces, parameters have no values. A tensor made in
+    inference mode would make the program fail outside of that mode.
     """
     if entry is None or torch.is_grad_enabled() or entry.with_graph or entry.inference:
         return None

@@ -1,4 +1,4 @@
-"""Tensors that a layer computes from its parameters, read-only: writing into one would change nothing in the layer."""
+"""Read-only tensors that a layer computes from its parameters: writing into one would not change the layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DATA: Any = Tensor.data  # a descriptor
 
 
 class ComputedTensor(Tensor):
-    """A tensor that can be read as any other. Results of operations, but for ``.data``, are plain tensors."""
+    """A tensor that raises an error on writes. Results of operations, except ``.data``, are plain tensors."""
 
     @classmethod
     def __torch_function__(
@@ -45,7 +45,7 @@ class ComputedTensor(Tensor):
 
 
 def computed(tensor: Tensor) -> Tensor:
-    """The tensor, read-only in eager mode. Graphs and transforms get it as it is."""
+    """Makes the tensor read-only in eager mode. Graphs and transforms get the tensor itself."""
     if type(tensor) is not Tensor or is_compiling() or transform_active():
         return tensor
     return tensor.as_subclass(ComputedTensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -62,7 +62,7 @@ class _ConvSVD(SVDFactors):
         self.reset_parameters()
 
     def _add_layout(self, device: Any) -> None:
-        """A place for the memory format of the kernel, where there are several."""
+        """Registers the memory-format buffer (2-d convolutions only)."""
 
     def reset_parameters(self) -> None:
         """U, V and σ as ``init`` says, the bias as in the dense convolution."""
@@ -80,8 +80,7 @@ class _ConvSVD(SVDFactors):
         """
         self._check_invertible("forward_and_logabsdet")
         sigma = self._sigma()
-        positions = math.prod(input.shape[-len(self.kernel_size) :])
-        return self._run(input, sigma), positions * log_abs_product(sigma)
+        return self._run(input, sigma), self._log_abs_det(input.shape[-len(self.kernel_size) :], sigma)
 
     def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
         """``forward``. ``sigma``: the singular values, if they are known."""
@@ -97,7 +96,7 @@ class _ConvSVD(SVDFactors):
         return self._convolve(input, kernel, self.bias, self.stride, padding, self.dilation)
 
     def _padding_on_all_sides(self) -> list[int]:
-        """As ``F.pad`` takes it: the last dimension first, before and after. Of "same" the odd one comes after."""
+        """The padding for ``F.pad``: last dimension first, before and after. An odd amount of "same" goes after."""
         sides = []
         for i in reversed(range(len(self.kernel_size))):
             if isinstance(self.padding, str):
@@ -114,7 +113,7 @@ class _ConvSVD(SVDFactors):
         return self._matrix(sigma).reshape(self._kernel_shape())
 
     def _form(self, sigma: Tensor | None = None) -> Any:
-        """The kernel, or, of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), whose convolutions are its own."""
+        """The kernel; of rank r, A: (r, in, *kernel_size) and B: (out, r, 1, …), two convolutions in sequence."""
         if not self._is_thin:
             return self._kernel(sigma).contiguous()
         A, B = svd_thin(*self._factors(sigma), form=self.form)
@@ -137,13 +136,27 @@ class _ConvSVD(SVDFactors):
         A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
         """
         self._check_invertible("inverse")
+        return self._solve(y, self._sigma())
+
+    def inverse_and_logabsdet(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``inverse(y)``, and log |det| of it as a map of one sample, a scalar: σ is computed once for both."""
+        self._check_invertible("inverse_and_logabsdet")
+        sigma = self._sigma()
+        return self._solve(y, sigma), -self._log_abs_det(y.shape[-len(self.kernel_size) :], sigma)
+
+    def _solve(self, y: Tensor, sigma: Tensor) -> Tensor:
+        """W⁻¹ (y − bias) at every position."""
         if self.bias is not None:
             y = y - self.bias.reshape(-1, *(1 for _ in self.kernel_size))
-        return self._convolve(y, self.svd.inverse().dense().reshape(self._kernel_shape()))
+        return self._convolve(y, self._svd(sigma).inverse().dense().reshape(self._kernel_shape()))
 
     def _logabsdet(self, *positions: int) -> Tensor:
         self._check_invertible("logabsdet")
-        return math.prod(positions) * self.svd.logabsdet()
+        return self._log_abs_det(positions, self._sigma())
+
+    def _log_abs_det(self, positions: Sequence[int], sigma: Tensor) -> Tensor:
+        zeros = self.in_channels - sigma.shape[-1]  # zero singular values, which are not stored
+        return math.prod(positions) * log_abs_product(F.pad(sigma, (0, zeros)) if zeros else sigma)
 
     def _check_invertible(self, what: str) -> None:
         no_padding = isinstance(self.padding, str) or not any(self.padding)  # "same" and "valid" add none to 1×1
@@ -184,10 +197,10 @@ class Conv2dSVD(_ConvSVD, converts=nn.Conv2d):
     ``LinearSVD``. W is formed once a call, or once within ``fasth.cached()``. Of rank r < min(out, in·kh·kw) it is
     never formed: two convolutions do the work, kh × kw to r channels, then 1×1 to ``out``.
 
-    Which matrix this is: the one that takes a patch of the input, all channels of kh × kw pixels flattened as
-    ``F.unfold`` does, to the output's channels at one position. For 1×1 kernels it is the whole layer, position by
-    position: Glow's invertible 1×1 convolution, with ``inverse`` and ``logabsdet`` if the channels are equal. For
-    larger kernels σ are not the singular values of the convolution as a map of images. That map's norm is at most
+    W maps a patch of the input, all channels of kh × kw pixels flattened as by ``F.unfold``, to the output channels at
+    one position. With 1×1 kernels it is the whole layer at each position: Glow's invertible 1×1 convolution, with
+    ``inverse`` and ``logabsdet`` if the numbers of channels are equal. For larger kernels σ are not the singular values
+    of the convolution as a map of images. The norm of that map is at most
     √(kh·kw) · max |σ| with zero padding, since a pixel is in at most kh·kw patches; with stride = kh = kw and no
     padding, where patches do not overlap, its singular values are |σ|, each once for every position, and zeros.
     """

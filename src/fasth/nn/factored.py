@@ -1,4 +1,4 @@
-"""What all layers share: a dense weight that is made of other tensors, its conversion, its cache, and a bias."""
+"""The base class of all layers: a dense weight computed from factors, its conversion, its cache, and a bias."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CHANGED = 1e-3  # the relative change of a weight above which converting it is n
 
 
 class Factors(NamedTuple):
-    """What a dense weight is decomposed into."""
+    """The decomposition of a dense weight."""
 
-    tensors: dict[str, Tensor]  # by the name of the parameter
+    tensors: dict[str, Tensor]  # parameter name to value
     change: float  # ‖W′ − W‖ / ‖W‖, with W′ the weight that they make
 
 
@@ -48,13 +48,13 @@ class Replacing:
 
 
 class Factored(nn.Module):
-    """A module with a dense weight that is made of some of its parameters, ``_factor_names``.
+    """A module with a dense weight that is computed from some of its parameters, ``_factor_names``.
 
-    Outside of ``fasth.cached()`` the weight is never stored, so whatever changes a parameter, ``.data`` included, takes
+    Outside of ``fasth.cached()`` the weight is never stored, so every change of a parameter, ``.data`` included, takes
     effect at the next call.
 
-    A state_dict of the dense twin, with a ``weight``, is converted as it is loaded, as ``set_weight_`` would. Where the
-    layer cannot have that weight and takes the nearest that it can, there is a warning.
+    A state_dict of the dense twin, with a ``weight``, is converted as it is loaded, as by ``set_weight_``. If the layer
+    cannot have that weight and gets the nearest that it can, a warning is issued.
     """
 
     bias: nn.Parameter | None
@@ -72,22 +72,22 @@ class Factored(nn.Module):
         self.register_load_state_dict_pre_hook(_convert_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy."""
+        """Called for a copy, which gets load hooks of its own."""
         super().__setstate__(state)
         _private.take_over_load_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._check_not_weight(name)
+        if name.startswith("weight"):
+            self._check_not_weight(name)
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in ``nn.Module``. Refuses the name of the dense weight, which pruning and fusing would replace."""
-        self._check_not_weight(name)
+        if name.startswith("weight"):
+            self._check_not_weight(name)
         super().register_parameter(name, param)
 
     def _check_not_weight(self, name: str) -> None:
-        if not name.startswith("weight"):
-            return
         factors = self._dense_names().get(name.removesuffix("_orig"))  # what PyTorch's pruning calls it
         if factors is not None:
             made_of = ", ".join(f"`{factor}`" for factor in factors)
@@ -144,26 +144,26 @@ class Factored(nn.Module):
         raise NotImplementedError
 
     def _decompose_named(self, name: str, weight: Tensor) -> Factors:
-        """Those of the weight that has this name in the dense twin."""
+        """The factors of the weight with this name in the dense twin."""
         return self._decompose(weight)
 
     def _dense_names(self) -> dict[str, tuple[str, ...]]:
-        """The names that the weights of the dense twin have, and the factors of each."""
+        """Maps the names of the dense twin's weights to the names of their factors."""
         return {"weight": self._factor_names}
 
     def _form(self) -> Any:
-        """What ``fasth.cached()`` caches: the dense weight, or what the layer multiplies by in its place."""
+        """Forms the tensors that ``fasth.cached()`` caches: the dense weight, or thin factors of it."""
         return self._weight().contiguous()
 
     def _cached_weight(self) -> Any:
-        """What ``_form`` gives, formed once; None outside of ``fasth.cached()``."""
+        """The result of ``_form``, formed once; None outside of ``fasth.cached()``."""
         if not state.enabled:
             return None
         return weight_from(self._cache, self, self._factor_names, self._form)
 
     @torch.no_grad()
     def _write(self, **values: Tensor) -> None:
-        """The values into the parameters of these names. Sharded over processes: those of the first."""
+        """Writes values into the parameters of these names. If they are sharded, the first process's values."""
         self._cache.entry = None
         mesh = getattr(self._first(), "device_mesh", None)
         for name, value in values.items():
@@ -174,16 +174,16 @@ class Factored(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None)
 
     def _reset_bias(self, fan_in: int) -> None:
-        """As ``nn.Linear`` and ``nn.Conv2d`` do."""
+        """Initializes the bias as ``nn.Linear`` and ``nn.Conv2d`` do."""
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
     def _first(self) -> Tensor:
-        """One of the tensors that the weight is made of: all have its dtype and device."""
+        """One of the factors; all have the same dtype and device."""
         return getattr(self, self._factor_names[0])
 
     def _matching(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """``weight``, which should have the given shape, in a dtype to decompose it in."""
+        """Checks the shape of ``weight``, and casts it to a dtype for decompositions."""
         if tuple(weight.shape) != shape:
             raise ValueError(f"`weight` should have shape {shape}; got {tuple(weight.shape)}")
         if not weight.is_floating_point():
@@ -192,11 +192,11 @@ class Factored(nn.Module):
         return weight.detach().to(dtype)
 
     def _trained_factors(self) -> list[nn.Parameter]:
-        """The factors that training changes: all but the signs."""
+        """The factors that are trained: all except the signs."""
         return [getattr(self, name) for name in self._factor_names if not name.startswith("signs")]
 
     def _take(self: Self, dense: Any) -> Self:
-        """The weight, the bias, the mode and what is to be trained from a dense layer."""
+        """Takes the weight, the bias, the mode and ``requires_grad`` from a dense layer."""
         self.set_weight_(dense.weight)
         for factor in self._trained_factors():
             factor.requires_grad_(dense.weight.requires_grad)
@@ -204,7 +204,7 @@ class Factored(nn.Module):
         return self.train(dense.training)
 
     def _give(self, dense: Any) -> Any:
-        """The weight, the bias, the mode and what is to be trained to a dense layer."""
+        """Gives the weight, the bias, the mode and ``requires_grad`` to a dense layer."""
         with torch.no_grad():
             dense.weight.copy_(self._weight())
         dense.weight.requires_grad_(any(factor.requires_grad for factor in self._trained_factors()))
@@ -258,7 +258,7 @@ def _convert_state(
 
 
 def _distributed(values: Tensor, like: Any, mesh: Any) -> Tensor:
-    """The first process's values on all of them, each with its shard, or with the whole if ``like`` is not sharded."""
+    """Broadcasts the first process's values: each process gets its shard, or all values if ``like`` is not sharded."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     if hasattr(like, "placements"):

@@ -1,4 +1,4 @@
-"""The parameters of an SVD: what ``LinearSVD`` and the convolutions train in place of a weight."""
+"""The parameters of an SVD, which ``LinearSVD`` and the convolutions train instead of a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fasth.nn.held_weight import HeldWeight
 from fasth.nn.init import singular_values_of_linear
 from fasth.operators import SVD, Orthogonal
 from fasth.operators.orthogonal import haar_compact, with_diagonal
-from fasth.reflections.autograd import diagonal_signs, signs_of
+from fasth.reflections.autograd import diagonal_signs, signs_of, times_signs
 from fasth.reflections.blocked import expand_compact
 from fasth.spectrum import Spectrum, free
 
@@ -29,15 +29,16 @@ class SVDFactors(Factored):
     """A module whose weight, as an (n, m) matrix, is W = U diag(σ) Vᵀ with k singular values, by default min(n, m).
 
     ``sigma``: (k,), a parameter, and σ = spectrum(sigma).
-    The reflectors of U and V, and the signs of their columns, which reflections leave open:
-        compact: one parameter ``reflectors``: (n, m). Below its diagonal stand U's, as columns, right of it V's, as
-            rows, each with a 1 on the diagonal that is not stored. What is stored there is the sign of column i, that
-            of U times that of V, as the sign of the entry. Its gradient only keeps that sign: ``sign_guard``.
-        full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row, and ``signs``: (2, k), ±1, of U's and
-            of V's columns. That is a parameter that is not trained.
+    The reflectors of U and V, and the signs of their columns, which reflections do not determine:
+        compact: one parameter ``reflectors``: (n, m), with U's reflectors as columns below the diagonal and V's as
+            rows right of it, each with a 1 on the diagonal that is not stored. The sign of the stored entry (i, i) is
+            the product of the signs of column i of U and of V. The entry's gradient only keeps that sign:
+            ``sign_guard``.
+        full: two parameters ``U``: (n, n) and ``V``: (m, m), one reflector a row, and ``signs``: (2, k), ±1, the signs
+            of U's and V's columns, a parameter that is not trained.
         of rank k < min(n, m): two parameters, (k, n) and (k, m), one reflector a row: ``U`` and ``V`` if they are full,
-            ``reflectors_U`` and ``reflectors_V`` if compact. Entry i of row i has the sign of column i, and those left
-            of it are not used.
+            ``reflectors_U`` and ``reflectors_V`` if compact. Entry i of row i has the sign of column i, and the entries
+            left of it are not used.
     """
 
     reflectors: nn.Parameter
@@ -87,8 +88,11 @@ class SVDFactors(Factored):
 
     @property
     def svd(self) -> SVD:
-        """W = U Σ Vᵀ as its factors, differentiable."""
-        sigma = self.spectrum(self.sigma)
+        """The factors of W = U Σ Vᵀ, differentiable."""
+        return self._svd(self._sigma())
+
+    def _svd(self, sigma: Tensor) -> SVD:
+        """The factors of W with these singular values."""
         if self.form == "full":
             U, V, (U_signs, V_signs) = self.U, self.V, signs_of(self.signs).to(sigma.dtype)
             return SVD(Orthogonal(U, signs=U_signs), sigma, Orthogonal(V, signs=V_signs))
@@ -101,17 +105,17 @@ class SVDFactors(Factored):
         return self.spectrum(self.sigma)
 
     def _factors(self, sigma: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The reflectors of U, σ, by default computed, and the reflectors of V, as ``svd_linear`` takes them."""
+        """Returns the reflectors of U, σ (computed if None), and the reflectors of V, for ``svd_linear``."""
         sigma = self.spectrum(self.sigma) if sigma is None else sigma
         if self.form == "full":
-            return self.U, sigma * signs_of(self.signs).prod(0).to(sigma.dtype), self.V
+            return self.U, times_signs(sigma, self.signs), self.V
         if self._is_thin:
             return self.reflectors_U, sigma, self.reflectors_V
         return self.reflectors, sigma, None
 
     @classmethod
     def _convert(cls, dense: Any, spectrum: Spectrum, reflectors: str, rank: int | None) -> tuple[Any, str]:
-        """The layer with the weight of a dense one, of its rank or a lower one."""
+        """Makes a layer with the weight of a dense one, of full or lower rank."""
         own = min(dense.weight.flatten(1).shape)
         r = own if rank is None else min(rank, own)
         layer = cls._from_dense(dense, spectrum=spectrum, reflectors=reflectors, rank=r)
@@ -119,7 +123,7 @@ class SVDFactors(Factored):
 
     @classmethod
     def _from_dense(cls, dense: Any, **options: Any) -> Any:
-        """The layer with the weight, the bias and the mode of a dense one."""
+        """Makes a layer with the weight, the bias and the mode of a dense one."""
         raise NotImplementedError
 
     def held_weights(self) -> Iterator[HeldWeight]:
@@ -153,13 +157,13 @@ class SVDFactors(Factored):
 
     def _decompose_matrix(self, W: Tensor) -> Factors:
         svd, k = SVD.from_dense(W, form="compact"), self.rank
-        # The first k columns of U are those of its first k reflections: the others leave them alone.
+        # The first k columns of U depend on its first k reflections alone.
         tensors = self._as_parameters(svd.U.V[:k], svd.sigma[:k], svd.V.V[:k])
         sigma = self.spectrum(tensors["sigma"])
         return Factors(tensors, relative_change(svd.sigma, F.pad(sigma, (0, len(svd.sigma) - k))))
 
     def _as_parameters(self, U: Tensor, sigma: Tensor, V: Tensor) -> dict[str, Tensor]:
-        """From compact reflectors, U: (·, n) and V: (·, m), with the signs of their columns."""
+        """Makes the parameters from compact reflectors, U: (·, n) and V: (·, m), with the signs of their columns."""
         tensors = {"sigma": self.spectrum.inverse(sigma)}
         if self.form == "compact":
             if not self._is_thin:
@@ -171,7 +175,7 @@ class SVDFactors(Factored):
 
 
 def _thin_names(form: str) -> tuple[str, str]:
-    """Of the reflectors of U and V. Their shapes are the same in both forms; a checkpoint should not fit both."""
+    """The parameter names of U's and V's reflectors. They differ by form, so that a checkpoint fits only one."""
     return ("U", "V") if form == "full" else ("reflectors_U", "reflectors_V")
 
 
@@ -184,7 +188,7 @@ def spectrum_or_free(spectrum: Spectrum | None) -> Spectrum:
 
 
 def one_side(Q: Tensor, sigma: Tensor | None, wide: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """W = Q diag(sigma) I, or I diag(sigma) Qᵀ if ``wide``, as ``svd_linear`` takes it.  Q: (k, d), its reflectors.
+    """Arguments of ``svd_linear`` for W = Q diag(sigma) I, or I diag(sigma) Qᵀ if ``wide``.  Q: (k, d), its reflectors.
 
     The identity is the product of no reflections.
     """
@@ -193,9 +197,9 @@ def one_side(Q: Tensor, sigma: Tensor | None, wide: bool) -> tuple[Tensor, Tenso
 
 
 def joined(U: Tensor, V: Tensor) -> Tensor:
-    """Compact reflectors U: (*, k, n) and V: (*, k, m) in one matrix: (*, n, m), U's as columns below the diagonal.
+    """Joins compact reflectors U: (*, k, n) and V: (*, k, m) to one matrix: (*, n, m), U's columns below the diagonal.
 
-    The diagonal has the product of their signs.
+    The diagonal has the products of their signs.
     """
     (k, n), m = U.shape[-2:], V.shape[-1]
     signs = diagonal_signs(U, k) * diagonal_signs(V, k)
@@ -203,6 +207,6 @@ def joined(U: Tensor, V: Tensor) -> Tensor:
 
 
 def expanded(V: Tensor) -> Tensor:
-    """Compact reflectors (r, d) as d full ones: (d, d). Those added leave the first r columns of the product alone."""
+    """Converts compact reflectors (r, d) to d full ones: (d, d), without changing the product's first r columns."""
     r, d = V.shape
     return expand_compact(F.pad(V, (0, 0, 0, d - r)))

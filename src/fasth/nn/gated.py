@@ -89,7 +89,7 @@ class GRUSVD(Recurrent, converts=nn.GRU):
     """``nn.GRU`` with the hidden-to-hidden matrix of each gate held, and trained, as W = U diag(σ) Vᵀ.
 
     ``nn.GRU``'s signature, shapes and parameters; the three matrices of ``weight_hh_l{k}[_reverse]``: (3·hidden,
-    hidden), of the reset, update and new gates, as the four of ``LSTMSVD``, whose other arguments these are, too.
+    hidden), of the reset, update and new gates, are held as the four of ``LSTMSVD``. The arguments are the same, too.
     """
 
     _twin = nn.GRU

@@ -1,4 +1,4 @@
-"""The weights that a module holds as their factors: all that spectra, rates and penalties ask of a layer."""
+"""The weights that a module holds as their factors: the only interface of spectra, rates and penalties to a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fasth.spectrum import Spectrum
 
 
 class HeldWeight(NamedTuple):
-    """A weight W = U diag(σ) Vᵀ that is held as its factors, as it is now: a matrix, or a batch of matrices."""
+    """The current factors of a weight W = U diag(σ) Vᵀ: a matrix, or a batch of matrices."""
 
     name: str  # in the dense twin, or "" if the module has no other weight
     shape: tuple[int, ...]  # of W: (n, m) or (*b, n, m)
@@ -24,16 +24,16 @@ class HeldWeight(NamedTuple):
     spectrum: Spectrum | None  # None: W is orthogonal
     signs: Tensor | None = None  # of the columns of full reflectors: a constant
     rates: tuple[float, float] = (1.0, 1.0)  # what the learning rates of sigma and of reflectors are multiplied by
-    is_changed: bool = False  # another parametrization follows, so that the module's weight is not W
+    is_changed: bool = False  # True if another parametrization follows, so that the module's weight is not W
 
     @property
     def trained(self) -> bool:
-        """Whether the singular values are trained: those of an orthogonal weight are constants."""
+        """True if the singular values are trained. An orthogonal weight has constant ones."""
         return self.spectrum is not None
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
-        """The tensors that W is made of, without the signs. Modules that share a weight share all of them."""
+        """The tensors of W without the signs. Modules that share a weight share all of them."""
         return tuple(t for t in (self.U, self.V, self.sigma) if t is not None)
 
     @property
@@ -53,9 +53,9 @@ class HeldWeight(NamedTuple):
 
 
 def held_weights(module: Any) -> Iterator[HeldWeight]:
-    """Yields the weights that a module itself holds as their factors: its method ``held_weights()`` says which.
+    """Yields the factored weights of one module, from its method ``held_weights()``.
 
-    A tensor that is parametrized by ``fasth.parametrizations`` belongs to PyTorch's list of its parametrizations.
+    A tensor under ``fasth.parametrizations`` belongs to the module that is PyTorch's list of its parametrizations.
     """
     if isinstance(module, ParametrizationList):
         first: Any = module[0]
@@ -66,15 +66,15 @@ def held_weights(module: Any) -> Iterator[HeldWeight]:
 
 
 def named_held_weights(model: nn.Module) -> Iterator[tuple[str, HeldWeight]]:
-    """Yields all weights that a model holds as their factors, with their names. A module that it has twice comes once.
+    """Yields the names and the factored weights of a model. A module that occurs twice is yielded once.
 
-    The name is that of the module, as in ``model.named_modules()``, followed by that of the weight in it.
+    A name is the module's, as in ``model.named_modules()``, followed by the weight's name in the module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
     for path, module in model.named_modules():
         for weight in held_weights(module):
-            # A parametrized tensor is known by the name that it has in its module.
+            # A parametrized tensor has the name of the tensor in its module.
             parts = [part for part in (*path.split("."), weight.name) if part not in ("", "parametrizations")]
             yield ".".join(parts), weight
 

@@ -1,4 +1,4 @@
-"""The singular values that a layer starts with, and the rotations that a recurrent net does."""
+"""The initial singular values of layers, and the initial rotations of recurrent nets."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _Linear(Factored):
         """
         self._check_square("forward_and_logabsdet")
         sigma = self._sigma()
-        return self._run(input, sigma), log_abs_product(sigma)
+        return self._run(input, sigma), self._log_abs_det(sigma)
 
     def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
         """``forward``. ``sigma``: the singular values, if they are known."""
@@ -75,8 +75,8 @@ class _Linear(Factored):
         """x Wᵀ + bias from the factors."""
         raise NotImplementedError
 
-    def _inverse(self) -> SVD | Orthogonal:
-        """W⁻¹ as its factors."""
+    def _inverse(self, sigma: Tensor) -> SVD | Orthogonal:
+        """W⁻¹ as its factors, from the singular values or the eigenvalues."""
         raise NotImplementedError
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -85,11 +85,30 @@ class _Linear(Factored):
         About the cost of the forward pass. A singular value of exactly zero raises ``torch.linalg.LinAlgError``.
         """
         self._check_square("inverse")
+        return self._solve(y, self._sigma())
+
+    def inverse_and_logabsdet(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``inverse(y)``, and log |det W⁻¹|, a scalar: σ is computed once for both.  y: (*, d) → (*, d) and ()."""
+        self._check_square("inverse_and_logabsdet")
+        sigma = self._sigma()
+        return self._solve(y, sigma), -self._log_abs_det(sigma)
+
+    def logabsdet(self) -> Tensor:
+        """log |det W| = Σ log |σ|: a scalar, −inf where W is singular, for square W. O(d)."""
+        self._check_square("logabsdet")
+        return self._log_abs_det(self._sigma())
+
+    def _solve(self, y: Tensor, sigma: Tensor) -> Tensor:
+        """W⁻¹ (y − bias)."""
         check_tensor("y", y)
         if y.ndim < 1 or y.shape[-1] != self.out_features:
             raise ValueError(f"`y` should have last dimension {self.out_features}; got shape {tuple(y.shape)}")
         y = y if self.bias is None else y - self.bias
-        return y @ self._inverse().mT
+        return y @ self._inverse(sigma).mT
+
+    def _log_abs_det(self, sigma: Tensor) -> Tensor:
+        zeros = self.in_features - sigma.shape[-1]  # zero singular values, which are not stored
+        return log_abs_product(F.pad(sigma, (0, zeros)) if zeros else sigma)
 
     def _check_square(self, what: str) -> None:
         if self.in_features != self.out_features:
@@ -99,10 +118,10 @@ class _Linear(Factored):
 
     @classmethod
     def from_linear(cls: type[Self], linear: nn.Linear, **options: Any) -> Self:
-        """The layer with the weight, bias, dtype, device and mode of an ``nn.Linear``; other options as when made new.
+        """Makes a layer with the weight, bias, dtype, device and mode of an ``nn.Linear``, and default options.
 
-        Where this kind of layer cannot have that weight, ``set_weight_`` says what it gets. Costs a decomposition of
-        the weight; draws no random numbers.
+        A weight that this kind of layer cannot have is replaced as in ``set_weight_``. Costs a decomposition of the
+        weight; draws no random numbers.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"`linear` should be an nn.Linear; got {type(linear).__name__}")
@@ -138,30 +157,29 @@ class _Linear(Factored):
 class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
     """x Wᵀ + bias with W = U diag(σ) Vᵀ held, and trained, as its singular value decomposition.  x: (*, in) → (*, out).
 
-    ``nn.Linear``'s signature and shapes. U and V are products of reflections: whatever an optimizer does to the
-    parameters, they stay orthogonal to rounding, and σ stays in its spectrum.
+    ``nn.Linear``'s signature and shapes. U and V are products of reflections, which stay orthogonal to rounding for
+    all values of the parameters, and σ stays in its spectrum.
 
     Args:
         in_features: at least 1.
         out_features: at least 1.
-        bias: whether to add one.
-        reflectors: "compact": one matrix of W's own shape, (out, in), holds those of both sides, so the layer has as
-            many parameters as ``nn.Linear``, and σ. "full": every entry free, as in the paper, U: (out, out) and
+        bias: whether to add a bias.
+        reflectors: "compact": one matrix of W's own shape, (out, in), holds the reflectors of both sides, so the layer
+            has the parameters of ``nn.Linear`` and σ. "full": every entry free, as in the paper, U: (out, out) and
             V: (in, in).
         spectrum: the map from the parameter ``sigma`` to σ, of ``fasth.spectrum``. The default is ``free()``: the
             identity, where σ may have any sign.
-        init: "haar": uniformly distributed U and V. "identity": W is the identity, as far as its shape has it. In both
-            σ is 1. "linear": U and V as in "haar", and the σ that ``nn.Linear`` would start with: see
-            ``fasth.nn.init``. The spectrum replaces each σ by the nearest that it has. For a given matrix, see
-            ``set_weight_``.
-        rank: how many singular values, r, from 1 to min(in, out), which is the default. With fewer the layer has
+        init: "haar": uniformly distributed U and V. "identity": W is the identity, padded with zeros to its shape. In
+            both σ is 1. "linear": U and V as in "haar", and σ as in a new ``nn.Linear``: see ``fasth.nn.init``. Each σ
+            outside the spectrum is replaced by the nearest inside. ``set_weight_`` starts from a matrix.
+        rank: the number of singular values, r, from 1 to min(in, out), which is the default. With fewer the layer has
             ``reflectors_U``: (r, out) and ``reflectors_V``: (r, in), one a row, so that parameters, work and the
             optimizer's state are r·(in + out), and W is never formed.
 
-    Few rows are multiplied by the reflections, twice the operations of ``nn.Linear``, four times if they are full; for
-    many W is formed first. Within ``fasth.cached()`` W is formed once, and a call costs what ``nn.Linear``'s does. Of
-    rank r < min(in, out), a row takes 4·r·(in + out) operations by the reflections and half of that by r columns of U
-    and V, which are formed for many rows, and within ``fasth.cached()``.
+    Few rows are multiplied by the reflections, with twice the operations of ``nn.Linear``, four times if they are full;
+    for many rows W is formed first. Within ``fasth.cached()`` W is formed once, and a call costs as much as
+    ``nn.Linear``'s. With rank r < min(in, out), a row takes 4·r·(in + out) operations by the reflections and half of
+    that by r columns of U and V, which are formed for many rows, and within ``fasth.cached()``.
     """
 
     def __init__(
@@ -189,6 +207,9 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
         self._reset_bias(self.in_features)
 
     def _multiply(self, x: Tensor, sigma: Tensor | None) -> Tensor:
+        if self.form == "full":  # the GPU kernels multiply sigma by the signs as they read it
+            sigma = self.spectrum(self.sigma) if sigma is None else sigma
+            return svd_linear(x, self.U, sigma, self.V, self.bias, form="full", signs=self.signs)
         U, sigma, V = self._factors(sigma)
         return svd_linear(x, U, sigma, V, self.bias, form=self.form)
 
@@ -207,21 +228,16 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
     def set_weight_(self, weight: Tensor) -> LinearSVD:
         """Makes W = ``weight``: (out, in), to rounding, with σ ≥ 0 in descending order.
 
-        A layer of lower rank gets the nearest matrix of its rank: ``weight`` with its largest singular values alone.
-        Singular values that the spectrum does not have are replaced by the nearest ones that it has. Costs an SVD.
+        A layer of lower rank gets the nearest matrix of its rank: ``weight`` with only its largest singular values.
+        Singular values outside the spectrum are replaced by the nearest inside. Costs an SVD.
         """
         return super().set_weight_(weight)
 
     def _decompose(self, weight: Tensor) -> Factors:
         return self._decompose_matrix(self._matching(weight, (self.out_features, self.in_features)))
 
-    def _inverse(self) -> SVD:
-        return self.svd.inverse()
-
-    def logabsdet(self) -> Tensor:
-        """log |det W| = Σ log |σ|: a scalar, −inf where W is singular, for square W. O(d)."""
-        self._check_square("logabsdet")
-        return self.svd.logabsdet()
+    def _inverse(self, sigma: Tensor) -> SVD:
+        return self._svd(sigma).inverse()
 
     def extra_repr(self) -> str:
         rank = f", rank={self.rank}" if self._is_thin else ""
@@ -231,10 +247,10 @@ class LinearSVD(_Linear, SVDFactors, converts=nn.Linear):
 class LinearSymmetric(_Linear):
     """x W + bias with W = U diag(λ) Uᵀ, symmetric, held as its eigendecomposition.  x: (*, features) → (*, features).
 
-    Parameters: ``reflectors``: (features, features), those of U as rows; ``sigma``: (features,) with
-    λ = spectrum(sigma). With ``reflectors="compact"`` only what stands right of its diagonal is used. The signs of U's
-    columns cancel in W, and are left to the reflections. Otherwise like ``LinearSVD``; ``spectrum.positive()`` makes W
-    positive definite.
+    Parameters: ``reflectors``: (features, features), the reflectors of U as rows; ``sigma``: (features,) with
+    λ = spectrum(sigma). With ``reflectors="compact"`` only the entries right of the diagonal are used. The signs of U's
+    columns cancel in W and are not stored. Otherwise like ``LinearSVD``; ``spectrum.positive()`` makes W positive
+    definite.
     """
 
     reflectors: nn.Parameter
@@ -289,9 +305,12 @@ class LinearSymmetric(_Linear):
 
     @property
     def eig(self) -> Symmetric:
-        """W = U Λ Uᵀ as its factors, differentiable."""
+        """The factors of W = U Λ Uᵀ, differentiable."""
+        return self._eig(self._sigma())
+
+    def _eig(self, sigma: Tensor) -> Symmetric:
         U = Orthogonal.of_stored(self.reflectors) if self.form == "compact" else Orthogonal(self.reflectors)
-        return Symmetric(U, self.spectrum(self.sigma))
+        return Symmetric(U, sigma)
 
     def _weight(self) -> Tensor:
         return self.eig.dense()
@@ -305,12 +324,8 @@ class LinearSymmetric(_Linear):
         tensors = self._as_parameters(eig.U.V, eig.sigma)
         return Factors(tensors, relative_change(eig.sigma, self.spectrum(tensors["sigma"])))
 
-    def _inverse(self) -> SVD:
-        return self.eig.inverse()
-
-    def logabsdet(self) -> Tensor:
-        """log |det W| = Σ log |λ|: a scalar, −inf where W is singular. O(d)."""
-        return self.eig.logabsdet()
+    def _inverse(self, sigma: Tensor) -> SVD:
+        return self._eig(sigma).inverse()
 
     @staticmethod
     def _sizes_of(linear: nn.Linear) -> tuple[int, ...]:
@@ -331,8 +346,8 @@ class LinearOrthogonal(_Linear):
 
     W, or Wᵀ where out < in, is the first k = min(in, out) columns of H₁⋯H_k diag(signs), with reflections of
     d = max(in, out) dimensions. ``reflectors``: (k, d), a parameter, one a row: as many numbers as ``nn.Linear`` has.
-    Compact ones have the signs on the diagonal, full ones in ``signs``: (k,), a parameter that is not trained.
-    ``reflectors`` and ``init`` are those of ``LinearSVD``.
+    Compact reflectors have the signs on the diagonal, full ones in ``signs``: (k,), a parameter that is not trained.
+    The arguments ``reflectors`` and ``init`` are as in ``LinearSVD``.
     """
 
     reflectors: nn.Parameter
@@ -363,13 +378,13 @@ class LinearOrthogonal(_Linear):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """W uniformly distributed, or the identity as far as its shape has it; the bias as in ``nn.Linear``."""
+        """W uniformly distributed, or the identity, padded with zeros; the bias as in ``nn.Linear``."""
         if not self.reflectors.is_meta:
             self._write(**self._as_parameters(_initial(self.reflectors, self.init)))
         self._reset_bias(self.in_features)
 
     def _as_parameters(self, V: Tensor) -> dict[str, Tensor]:
-        """From compact reflectors with the signs of their columns."""
+        """Makes the parameters from compact reflectors with the signs of their columns."""
         if self.form == "compact":
             return {"reflectors": V}
         return {"reflectors": expanded(V)[: len(V)], "signs": diagonal_signs(V, len(V))}
@@ -393,7 +408,7 @@ class LinearOrthogonal(_Linear):
 
     @property
     def orthogonal(self) -> Orthogonal:
-        """The whole of H₁⋯H_k diag(signs): (d, d), of which W is the first columns, transposed where out < in."""
+        """H₁⋯H_k diag(signs): (d, d). W is its first columns, transposed where out < in."""
         V = self.reflectors
         if self.form == "compact":
             return Orthogonal.of_stored(V)
@@ -405,7 +420,7 @@ class LinearOrthogonal(_Linear):
     def set_weight_(self, weight: Tensor) -> LinearOrthogonal:
         """Makes W the matrix with orthonormal rows or columns that is nearest to ``weight``: (out, in).
 
-        That is its polar factor: ``weight`` itself, to rounding, if it is orthogonal. Costs an SVD.
+        The nearest is the polar factor: ``weight`` itself, to rounding, if it is orthogonal. Costs an SVD.
         """
         return super().set_weight_(weight)
 
@@ -416,13 +431,8 @@ class LinearOrthogonal(_Linear):
         V = compact_from_dense(W.mT if self.out_features < self.in_features else W)
         return Factors(self._as_parameters(V), relative_change(sigma, torch.ones_like(sigma)))
 
-    def _inverse(self) -> Orthogonal:
+    def _inverse(self, sigma: Tensor) -> Orthogonal:
         return self.orthogonal.mT
-
-    def logabsdet(self) -> Tensor:
-        """log |det W| = 0: a scalar, for square W."""
-        self._check_square("logabsdet")
-        return self.reflectors.new_zeros(())
 
 
 def _initial(like: Tensor, init: str) -> Tensor:
@@ -434,14 +444,14 @@ def _initial(like: Tensor, init: str) -> Tensor:
 
 
 def _as_autocast(out: Tensor) -> Tensor:
-    """``out`` in the dtype that autocast gives to F.linear's. The reflections are computed without it."""
+    """Casts ``out`` to the dtype of F.linear under autocast. The reflections are computed without autocast."""
     if autocast_enabled(out) and out.dtype != torch.float64:
         return out.to(torch.get_autocast_dtype(out.device.type))
     return out
 
 
 def _of_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``forward`` of all rows of a nested tensor, which has its own shape again after it."""
+    """Applies ``forward`` to all rows of a nested tensor, and restores its shape."""
     if x.layout is not torch.jagged:
         raise TypeError(f"a nested `input` should have the layout torch.jagged; got {x.layout}")
     offsets = x.offsets()  # type: ignore[attr-defined]  # missing in torch's types

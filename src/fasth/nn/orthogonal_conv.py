@@ -1,392 +1,19 @@
-"""Convolutions that are orthogonal as maps of images, by construction: rotations of the channels, with shifts between
-them.
-
-K = A₀ S₁ A₁ S₂ ⋯ S_n A_n. ``reflections/README.md`` has the derivation.
-"""
+"""Convolutions that are orthogonal as maps of images, by construction: nothing is iterated, and no size is fixed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth.functional import autocast_enabled, check_tensor, reflect, svd_dense
-from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of
-from fasth.nn.factors import one_side
+from fasth.nn.factored import check_dtype, one_of
 from fasth.nn.held_weight import HeldWeight
-from fasth.operators import Orthogonal
+from fasth.nn.image_map import CONVOLVE_TRANSPOSED, ImageMap, twin_of
+from fasth.nn.shift_chain import INITS, Chain, Move, add_a_tap, orthonormal_rows, shifts
 from fasth.operators.orthogonal import haar_compact
-from fasth.operators.svd import log_abs_product
-
-INITS = ("haar", "1x1", "identity")
-PADDING_MODES = ("zeros", "circular")
-
-_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d}
-_CONVOLVE_TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d}
-
-
-class Shift(NamedTuple):
-    """A shift of half of the channels by one tap of the kernel."""
-
-    dim: int  # of the taps in (*taps, rows, channels), negative
-    of_first_half: bool
-
-
-def shifts(taps: Sequence[int]) -> tuple[Shift, ...]:
-    """The shifts that make a kernel of these sizes: the last axis first, then axes and halves in turns.
-
-    Two in a row along one axis move both halves, so that without rotations an odd kernel is its middle tap.
-    """
-    axes = range(-1, -len(taps) - 1, -1)
-    return tuple(Shift(axis - 2, i % 2 == 1) for i in range(max(taps) - 1) for axis in axes if i < taps[axis] - 1)
-
-
-class Chain(NamedTuple):
-    """The sizes of A₀ S₁ A₁ ⋯ S_n A_n, an orthogonal convolution, and of its reflectors, which are rows of one tensor.
-
-    A_n: (c, r) has r ≤ c orthonormal columns. Of the other rotations only the first h = ⌊c/2⌋ columns matter: what else
-    there is turns each half of the channels in itself, which commutes with the shift. So each is h reflections.
-    """
-
-    steps: tuple[Shift, ...]  # S_n first, in the order in which they act on an image
-    inner: int  # rotations besides A_n: n, or n − 1 where A₀ would be redundant
-    channels: int
-    rank: int
-
-    @property
-    def half(self) -> int:
-        """h, the channels that count as the first half."""
-        return self.channels // 2
-
-    @property
-    def rows(self) -> int:
-        """The number of reflectors."""
-        return self.inner * self.half + self.rank
-
-    def split(self, reflectors: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Those of A_{n−1}, …, A₀: (*b, h, c) each, and of A_n: (*b, r, c).  reflectors: (*b, rows, c)."""
-        if not self.inner:
-            return (), reflectors
-        inner, last = reflectors.split([self.inner * self.half, self.rank], -2)
-        return inner.unflatten(-2, (self.inner, self.half)).unbind(-3), last
-
-    def apply(self, M: Tensor, inner: Sequence[Tensor]) -> Tensor:
-        """Each row of M through S_n, A_{n−1}, S_{n−1}, …, where a shift adds one tap.  M: (*b, *taps, rows, c).
-
-        3c² operations per row and rotation. No rotation is formed: what is multiplied is the kernel, as rows.
-        """
-        for i, step in enumerate(self.steps):
-            M = _shifted(M, step, self.half)
-            if i < len(inner):
-                M = _reflected(M, inner[i])
-        return M
-
-    def initial(self, init: str, **options: Any) -> Tensor:
-        """Compact reflectors of a new layer: (rows, c). "1x1" is one tap with A₀ A_n Haar, "identity" one with I."""
-        c, h, r = self.channels, self.half, self.rank
-        if init == "haar":
-            halves = [haar_compact(h, c, **options) for _ in range(self.inner)]
-            return torch.cat([*halves, haar_compact(r, c, **options)])
-        # Reflections of single coordinates commute with the shifts. Each inner rotation is −1 on the first half: their
-        # signs are undone by the signs of A_n's columns, which stand on its diagonal.
-        inner, last = [-torch.eye(h, c, **options) for _ in range(self.inner)], -torch.eye(r, c, **options)
-        turned = self.inner % 2
-        if init == "1x1":
-            rotation = haar_compact(r, c, **options)
-            if not self.inner:
-                return rotation
-            k = min(h, r)
-            inner[-1][:k], last[k:] = rotation[:k], rotation[k:]  # A₀, and the rest of the reflections
-            last.diagonal()[:k] = rotation.diagonal()[:k]
-        last.diagonal()[:h] *= -1 if turned else 1
-        return torch.cat([*inner, last])
-
-
-def orthonormal_rows(V: Tensor) -> Tensor:
-    """The first k rows of Qᵀ, with their signs: (*b, k, d), from compact reflectors V: (*b, k, d)."""
-    if V.ndim == 2:
-        return svd_dense(*one_side(V, None, wide=True))
-    k, d = V.shape[-2:]
-    return Orthogonal.of_stored(V).matmul(torch.eye(d, k, dtype=V.dtype, device=V.device)).mT
-
-
-def _shifted(M: Tensor, step: Shift, half: int) -> Tensor:
-    before, after = [0] * (-2 * step.dim), [0] * (-2 * step.dim)
-    before[-2] = after[-1] = 1
-    first, second = (before, after) if step.of_first_half else (after, before)
-    return torch.cat((F.pad(M[..., :half], first), F.pad(M[..., half:], second)), -1)
-
-
-def _reflected(M: Tensor, V: Tensor) -> Tensor:
-    if V.ndim == 2:
-        return reflect(M, V, "compact")
-    return reflect(M.flatten(1, -2), V, "compact").reshape(M.shape)
-
-
-class ImageMap(Factored):
-    """A convolution, or the transpose of one, whose singular values as a map of images are known.
-
-    Everything is said of the convolution: from ``_source`` to ``_target`` channels in each group, with the kernel
-    (groups · target, source, *taps). A transposed layer is its adjoint.
-    """
-
-    _dense: ClassVar[Any]
-    _transposed: ClassVar[bool] = False
-    _layout: Tensor
-    output_padding: tuple[int, ...] = ()
-
-    def _add_geometry(self, twin: Any, padding_mode: str) -> None:
-        """``twin``: the layer of ``torch.nn`` on the meta device, which has checked and completed the options."""
-        self.in_channels, self.out_channels, self.groups = twin.in_channels, twin.out_channels, twin.groups
-        self.kernel_size, self.stride, self.dilation = twin.kernel_size, twin.stride, twin.dilation
-        self.padding, self.padding_mode = twin.padding, one_of("padding_mode", padding_mode, PADDING_MODES)
-        sizes = self.in_channels // self.groups, self.out_channels // self.groups
-        self._source, self._target = reversed(sizes) if self._transposed else sizes
-        self._pads = self._padding_of_axes()
-        if self._transposed:
-            self.output_padding = twin.output_padding
-        self._check_geometry()
-
-    def _padding_of_axes(self) -> list[tuple[int, int]]:
-        """Before and after the pixels of each axis. Of "same" the odd one comes after."""
-        if self.padding == "same":
-            both = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-            return [(total // 2, total - total // 2) for total in both]
-        return [(0, 0) if self.padding == "valid" else (int(p), int(p)) for p in self.padding]
-
-    def _check_geometry(self) -> None:
-        """Raises where no kernel is orthogonal, and where circular padding would repeat outputs."""
-        if any(k < s for k, s in zip(self.kernel_size, self.stride, strict=True)):
-            raise ValueError(
-                f"`kernel_size` should be at least `stride`, since pixels between the patches would be lost; "
-                f"got {self.kernel_size} and {self.stride}"
-            )
-        if any(math.gcd(s, d) > 1 for s, d in zip(self.stride, self.dilation, strict=True)):
-            raise ValueError(
-                f"`stride` and `dilation` should have no common divisor, since some pixels would be in several patches "
-                f"and others in none; got {self.stride} and {self.dilation}"
-            )
-        circular = self.padding_mode == "circular"
-        whole = [self._keeps_pixels(axis, circular) for axis in range(len(self.kernel_size))]
-        self._exact = all(whole) and (circular or not any(sum(pads) for pads in self._pads))
-
-    def _keeps_pixels(self, axis: int, circular: bool) -> bool:
-        """Whether with circular padding size / stride outputs make up this axis: of a transposed layer, inputs."""
-        k, s, d, total = self.kernel_size[axis], self.stride[axis], self.dilation[axis], sum(self._pads[axis])
-        most = d * (k - 1)
-        least = most - s + 1
-        if not self._transposed:
-            if circular and total > most:
-                raise ValueError(
-                    f"circular `padding` should be at most {most // 2} for a kernel of {k} with dilation {d}, since "
-                    f"outputs would repeat; got {self.padding}"
-                )
-            return least <= total
-        if circular and total != least + self.output_padding[axis]:
-            raise ValueError(
-                f"circular `padding` p and `output_padding` should be such that the output has {s} times the input's "
-                f"size, 2p = {least} + output_padding for a kernel of {k} with stride {s} and dilation {d}; "
-                f"got {self.padding} and {self.output_padding}"
-            )
-        return total == least + self.output_padding[axis]
-
-    def _add_layout(self, device: Any) -> None:
-        # model.to(memory_format=torch.channels_last) changes tensors of four dimensions, which no parameter here has.
-        if len(self.kernel_size) == 2:
-            layout = torch.zeros(2, 2, 2, 2, dtype=torch.bool, device=device)
-            self.register_buffer("_layout", layout, persistent=False)
-
-    def _memory_format(self) -> torch.memory_format:
-        last = len(self.kernel_size) == 2 and self._layout.stride(1) == 1
-        return torch.channels_last if last else torch.contiguous_format
-
-    @property
-    def _batch(self) -> tuple[int, ...]:
-        """The batch dimensions of factors: those of several groups."""
-        return () if self.groups == 1 else (self.groups,)
-
-    @property
-    def _fan_in(self) -> int:
-        return self._source * math.prod(self.kernel_size)
-
-    @property
-    def _matrix_shape(self) -> tuple[int, ...]:
-        """Of the map, per output pixel of the convolution."""
-        n, m = self._target, self._source * math.prod(self.stride)
-        return (*self._batch, m, n) if self._transposed else (*self._batch, n, m)
-
-    # What the layer computes.
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The convolution of ``input`` with the kernel, plus the bias; shapes as in ``torch.nn``, batched or not."""
-        return self._run(input, None)
-
-    def forward_and_logabsdet(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """``forward(input)``, and log |det| of the layer as a map of one sample, a scalar. σ is computed once."""
-        self._check_invertible("forward_and_logabsdet")
-        sigma = self._sigma()
-        return self._run(input, sigma), self._logabsdet(input.shape[-len(self.kernel_size) :], sigma)
-
-    def _run(self, input: Tensor, sigma: Tensor | None) -> Tensor:
-        check_tensor("input", input)
-        cached = self._cached_weight()
-        kernel = self._form(sigma) if cached is None else cached
-        multiply = self._convolve_transposed if self._transposed else self._convolve
-        return multiply(input, kernel, self.bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """The kernel, shaped as in ``torch.nn``, dense and differentiable. It is a result: writing into it changes
-        nothing."""
-        cached = self._cached_weight()
-        return self._form() if cached is None else cached
-
-    def _form(self, sigma: Tensor | None = None) -> Tensor:
-        first = self._first()
-        if autocast_enabled(first):  # it would take the precision of the products, and with it the orthogonality
-            with torch.autocast(first.device.type, enabled=False):
-                return self._form(sigma)
-        return self._kernel(sigma).contiguous(memory_format=self._memory_format())
-
-    def _kernel(self, sigma: Tensor | None) -> Tensor:
-        """(groups · target, source, *taps). ``sigma``: the singular values, if they are known."""
-        raise NotImplementedError
-
-    def _sigma(self) -> Tensor:
-        """(*b, k), with which every frequency of an image is multiplied."""
-        raise NotImplementedError
-
-    def _from_taps(self, M: Tensor, columns_are_target: bool) -> Tensor:
-        """The kernel (*b, target, source, *taps) whose transposed taps, or taps, are M: (*b, *taps, rows, columns).
-
-        Between equal numbers of channels the rows are the target: then the kernel is made contiguous faster.
-        """
-        first = len(self._batch)
-        order = (-1, -2) if columns_are_target else (-2, -1)
-        return M.movedim(order, (first, first + 1))
-
-    def _convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        padding: Any = self.padding
-        if self.padding_mode == "circular":
-            dims = len(self.kernel_size)
-            for size, stride in zip(x.shape[-dims:], self.stride, strict=True):
-                if size % stride:
-                    raise ValueError(
-                        f"with circular padding the sizes of `input` should be multiples of the stride, "
-                        f"{self.stride}; got shape {tuple(x.shape)}"
-                    )
-            x, padding = F.pad(x, _flat(self._pads), mode="circular"), 0
-        return _CONVOLVE[len(self.kernel_size)](x, kernel, bias, self.stride, padding, self.dilation, self.groups)
-
-    def _convolve_transposed(self, y: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        """The adjoint. With circular padding: y is continued on all sides, and the middle of the result is taken."""
-        dims = len(self.kernel_size)
-        transposed = _CONVOLVE_TRANSPOSED[dims]
-        if self.padding_mode == "zeros":
-            padding, extra = (self.padding, self.output_padding) if self._transposed else (0, 0)
-            return transposed(y, kernel, bias, self.stride, padding, extra, self.groups, self.dilation)
-        geometry = list(zip(self.kernel_size, self.stride, self.dilation, self._pads, strict=True))
-        continued = [(-((p - d * (k - 1)) // s), -(-p // s)) for k, s, d, (p, _) in geometry]
-        full = F.pad(y, _flat(continued), mode="circular")
-        full = transposed(full, kernel, bias, self.stride, 0, 0, self.groups, self.dilation)
-        for axis, (_, s, _, (p, _)) in enumerate(geometry):
-            full = full.narrow(axis - dims, p + s * continued[axis][0], s * y.shape[axis - dims])
-        return full
-
-    # What is known of the map of images.
-
-    def norm(self) -> Tensor:
-        """The largest singular value of the map of images, max |σ|, a scalar; with zero padding, a bound of it."""
-        return self._sigma().abs().max()
-
-    def cond(self) -> Tensor:
-        """The condition number of the map of images, max |σ| / min |σ|, a scalar. For exact maps: see ``inverse``."""
-        self._check_exact("cond")
-        sigma = self._sigma().abs()
-        return sigma.max() / sigma.min()
-
-    def inverse(self, y: Tensor) -> Tensor:
-        """x with ``forward(x)`` = y, by a convolution of the same size. Shapes as there.
-
-        For exact maps, with circular padding that keeps the number of pixels or no padding where patches do not
-        overlap,
-        that are square: as many output channels as input channels times the strides.
-        """
-        self._check_invertible("inverse")
-        return self._back(y, self._inverse_kernel())
-
-    def _inverse_kernel(self) -> Tensor:
-        """That of which the inverse is the adjoint."""
-        raise NotImplementedError
-
-    def _back(self, y: Tensor, kernel: Tensor) -> Tensor:
-        check_tensor("y", y)
-        if self.bias is not None:
-            y = y - self.bias.reshape(-1, *(1 for _ in self.kernel_size))
-        return (self._convolve if self._transposed else self._convolve_transposed)(y, kernel, None)
-
-    def _logabsdet(self, positions: Sequence[int], sigma: Tensor) -> Tensor:
-        """``positions``: the sizes of an input."""
-        own = math.prod(positions) // (1 if self._transposed else math.prod(self.stride))
-        return own * log_abs_product(sigma).sum()
-
-    def _check_exact(self, what: str) -> None:
-        if not self._exact:
-            raise ValueError(
-                f"`{what}` needs padding_mode='circular' with padding that keeps every pixel, such as padding='same', "
-                f"or no padding with kernel_size = stride; got {self}"
-            )
-
-    def _check_invertible(self, what: str) -> None:
-        self._check_exact(what)
-        n, m = self._matrix_shape[-2:]
-        if n != m:
-            raise ValueError(f"`{what}` needs a square map, out_channels = in_channels · strides; got {self}")
-
-    # What every layer of fasth can.
-
-    @classmethod
-    def _why_not(cls, dense: Any) -> str:
-        return "its kernel is no product of rotations and shifts"
-
-    def _decompose(self, weight: Tensor) -> Factors:
-        raise ValueError(f"{type(self).__name__} takes no given kernel, which is no product of rotations and shifts")
-
-    def _to_dense(self) -> Any:
-        first = self._first()
-        options = {name: getattr(self, name) for name in _OPTIONS} | {"bias": self.bias is not None}
-        if self._transposed:
-            options["output_padding"] = self.output_padding
-        return self._give(nn.utils.skip_init(self._dense, **options, device=first.device, dtype=first.dtype))
-
-    def _why_not_to_dense(self) -> str:
-        if self._transposed and self.padding_mode == "circular":
-            return f"nn.{self._dense.__name__} has no circular padding"
-        return ""
-
-    def extra_repr(self) -> str:
-        options = [f"kernel_size={self.kernel_size}", f"stride={self.stride}"]
-        defaults = {"padding": 0, "output_padding": 0, "dilation": 1}
-        for name, default in defaults.items():
-            if getattr(self, name) not in ((), (default,) * len(self.kernel_size)):
-                options.append(f"{name}={getattr(self, name)!r}")
-        if self.groups != 1:
-            options.append(f"groups={self.groups}")
-        if self.padding_mode != "zeros":
-            options.append(f"padding_mode={self.padding_mode!r}")
-        return f"{self.in_channels}, {self.out_channels}, {', '.join(options)}, bias={self.bias is not None}"
-
-
-_OPTIONS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-
-
-def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
-    """As ``F.pad`` takes it: the last axis first."""
-    return [p for pair in reversed(pads) for p in pair]
 
 
 class _Orthogonal(ImageMap):
@@ -465,10 +92,21 @@ class _Orthogonal(ImageMap):
         M = orthonormal_rows(last)
         for _ in self.kernel_size:
             M = M.unsqueeze(-3)
-        chain = self._from_taps(self._chain.apply(M, inner), self._chain_widens)
+        chain = self._from_taps(self._chain.multiply(M, inner, add_a_tap), self._chain_widens)
         if "patch_reflectors" not in self._factor_names:
             return chain.flatten(*groups)
         return self._composed(self._patches(), chain)
+
+    def _has_chain_alone(self) -> bool:
+        return self._chain is not None and "patch_reflectors" not in self._factor_names
+
+    def _multiply_pixels(self, x: Tensor, sigma: Tensor | None, move: Move) -> Tensor:
+        assert self._chain is not None
+        inner, last = self._chain.split(self.reflectors)
+        rows = orthonormal_rows(last)
+        if self._chain_widens:
+            return self._chain.multiply(x @ rows, inner, move)
+        return self._chain.multiply_transposed(x, inner, move) @ rows.mT
 
     def _patches(self) -> Tensor:
         """The orthogonal matrix of patches, as a kernel: (*b, target, middle, *stride)."""
@@ -481,7 +119,7 @@ class _Orthogonal(ImageMap):
         if self.groups > 1:
             patches = patches.movedim(1, 0).flatten(1, 2)
             chain = chain.flatten(0, 1)
-        composed = _CONVOLVE_TRANSPOSED[len(self.kernel_size)](patches, chain, groups=self.groups)
+        composed = CONVOLVE_TRANSPOSED[len(self.kernel_size)](patches, chain, groups=self.groups)
         if self.groups > 1:
             composed = composed.unflatten(1, (self.groups, self._source)).movedim(1, 0).flatten(0, 1)
         return composed
@@ -491,13 +129,13 @@ class _Orthogonal(ImageMap):
         return self._first().new_ones(*self._batch, min(self._matrix_shape[-2:]))
 
     def _inverse_kernel(self) -> Tensor:
-        return self.weight
+        return self._kernel_now()
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Kᵀ (y − bias), which is the inverse of a square map, a left inverse if there are more outputs than inputs,
         and the shortest x with ``forward(x)`` = y if there are fewer. For exact maps: see ``inverse``."""
         self._check_exact("adjoint")
-        return self._back(y, self.weight)
+        return self._back(y, self._kernel_now())
 
     def held_weights(self) -> Iterator[HeldWeight]:
         """The map of images, of which every frequency has an orthogonal matrix."""
@@ -553,24 +191,6 @@ class _OrthogonalConvTranspose(_Orthogonal):
             self._dense, in_channels, out_channels, kernel_size, stride, padding, dilation, groups, **options
         )
         self._build(twin, bias, padding_mode, init, device, dtype)
-
-
-def twin_of(
-    dense: Any,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    **options: Any,
-) -> Any:
-    """The dense layer on the meta device, which checks and completes the options."""
-    smallest = kernel_size if isinstance(kernel_size, int) else min(kernel_size)
-    at_least_one(in_channels=in_channels, out_channels=out_channels, kernel_size=smallest)
-    geometry: Any = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return dense(in_channels, out_channels, kernel_size, **geometry, **options, bias=False, device="meta")
 
 
 class Conv2dOrthogonal(_OrthogonalConv):

@@ -1,4 +1,4 @@
-"""h_t = f(x_t + W h_{t−1}), one time after another: by the compiled core, or in PyTorch's operations."""
+"""h_t = f(x_t + W h_{t−1}) for all times: by the compiled core, by a kernel, or by PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fasth.reflections import operators_for_compile
+from fasth.reflections.autograd import has_to_compose, kernels
 from fasth.reflections.core import core
-from fasth.reflections.plan import CORE
+from fasth.reflections.operators_for_compile import in_place
+from fasth.reflections.plan import CORE, TRITON
 from fasth.reflections.planner import backend_for
+from fasth.reflections.triton.configurations import LARGEST_STATE
 
 NONLINEARITIES = ("tanh", "relu", "modrelu")  # Activation in native/recurrence.hpp
 
 
 class Times(NamedTuple):
-    """Which rows belong to which time, and which time comes first."""
+    """The rows of each time, and the direction of time."""
 
     sizes: list[int] | None  # of a packed sequence: how many rows each time has; None: x is (time, batch, h)
     reverse: bool
@@ -32,20 +34,23 @@ def recurrence(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, nonlineari
         x: (time, batch, h), or (rows, h), as in a ``PackedSequence``.
         W: (h, h).
         h0: (batch, h), the states before the first time; in reverse, after the last.
-        bias: (h,), that of modReLU, f(z) = sign(z) · relu(|z| + bias).
+        bias: (h,), the bias of modReLU, f(z) = sign(z) · relu(|z| + bias).
 
-    In the compiled core each thread takes its part of the batch through all times. The output is all that is saved for
-    backward, and the gradient of W is one product over all times.
+    In the compiled core each thread computes all times for its part of the batch; on a GPU each program of one kernel,
+    for sequences of equal length with h up to 256. Only the output is saved for backward, and the gradient of W is one
+    product over all times.
     """
     f = NONLINEARITIES.index(nonlinearity)
     one_step = len(x) == 1 if times.sizes is None else len(times.sizes) == 1  # for which W need not be packed
-    if one_step or backend_for(x, W, h0, bias) != CORE:
+    backend = backend_for(x, W, h0, bias)
+    by_kernel = backend == TRITON and times.sizes is None and len(W) <= LARGEST_STATE
+    if one_step or not (backend == CORE or by_kernel):
         return _in_torch(x, W, h0, bias, f, times)
-    return Recurrence.apply(x, W, h0, bias, f, times)
+    return Recurrence.apply(x, W, h0, bias, f, times, backend)
 
 
 def last_states(out: Tensor, times: Times) -> Tensor:
-    """Those after the recurrence's last step: (batch, h). In a packed sequence each row ends at a time of its own."""
+    """The states after the last step: (batch, h). In a packed sequence each row ends at its own time."""
     sizes, reverse = times
     if sizes is None:
         return out[0 if reverse else -1]
@@ -59,7 +64,7 @@ def last_states(out: Tensor, times: Times) -> Tensor:
 
 
 def modrelu(z: Tensor, bias: Tensor) -> Tensor:
-    """sign(z) · relu(|z| + bias): it changes how large a state is, and not its sign."""
+    """sign(z) · relu(|z| + bias), which changes the size of a state, not its sign."""
     return z.sign() * F.relu(z.abs() + bias.to(z.dtype))
 
 
@@ -76,16 +81,18 @@ def _in_torch(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, tim
 
 
 class Recurrence(torch.autograd.Function):
-    """``recurrence`` on the compiled core."""
+    """``recurrence`` on the compiled core, or by the kernels."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, times: Times) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, times: Times, backend: str = CORE
+    ) -> Tensor:
         sizes, reverse = times
         if is_compiling():
-            out = operators_for_compile.recurrence(x, sizes, W, h0, bias, f, reverse)
+            out = torch.ops.fasth.recurrence(x, sizes, W, h0, bias, f, reverse)
         else:
-            out = core().recurrence(x, sizes, W, h0, bias, f, reverse, torch.get_num_threads())
-        ctx.f, ctx.times = f, times
+            out = _on_backend(backend, "recurrence", x, sizes, W, h0, bias, f, reverse)
+        ctx.f, ctx.times, ctx.backend = f, times, backend
         ctx.save_for_backward(W, h0, out)
         return out
 
@@ -95,21 +102,27 @@ class Recurrence(torch.autograd.Function):
         f, times, (_, needs_W, *needs) = ctx.f, ctx.times, ctx.needs_input_grad[:4]
         sizes, reverse = times
         found: Any
-        if torch.is_grad_enabled() or not (is_compiling() or core().accepts(g)):
+        if has_to_compose(g, ctx.backend):
             # A second derivative is to follow, or g is a batch of gradients.
             found = _gradients_in_torch(g, W, out, f, times)
         elif is_compiling():
-            found = operators_for_compile.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
+            gradients = torch.ops.fasth.recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs)
+            found = in_place(gradients, (True, *needs))
         else:
-            threads = torch.get_num_threads()
-            found = core().recurrence_backward(g, sizes, W, out, h0, f, reverse, *needs, threads)
+            found = _on_backend(ctx.backend, "recurrence_backward", g, sizes, W, out, h0, f, reverse, *needs)
         dx, dh0, dbias = found
         dW = _gradient_of_weight(dx, out, h0, times) if needs_W else None
-        return dx, dW, *(d if need else None for d, need in zip((dh0, dbias), needs, strict=True)), None, None
+        return dx, dW, *(d if need else None for d, need in zip((dh0, dbias), needs, strict=True)), None, None, None
+
+
+def _on_backend(backend: str, name: str, *arguments: Any) -> Any:
+    if backend == TRITON:
+        return getattr(kernels(), name)(*arguments)
+    return getattr(core(), name)(*arguments, torch.get_num_threads())
 
 
 def _gradients_in_torch(g: Tensor, W: Tensor, out: Tensor, f: int, times: Times) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of x, e_t = f′ · (g_t + e_{t+1} W), of h0 and of the bias; differentiable in g, W and out."""
+    """The gradients of x, e_t = f′ · (g_t + e_{t+1} W), of h0 and of the bias; differentiable in g, W and out."""
     slopes = _steps(1 - out.square() if f == 0 else (out != 0).to(out.dtype), times)
     e, starts, found = g[0, :0] if times.sizes is None else g[:0], [], []
     for slope, direct in zip(reversed(slopes), reversed(_steps(g, times)), strict=True):

@@ -1,4 +1,4 @@
-"""What recurrent nets share whose hidden-to-hidden weights are held as their singular value decompositions."""
+"""The base class of recurrent nets whose hidden-to-hidden weights are held as their singular value decompositions."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BIASES = ("bias_ih", "bias_hh")
 
 
 class Recurrent(Factored):
-    """A net with the parameters of ``_twin``, a class of ``torch.nn``, but for its hidden-to-hidden weights.
+    """A net with the parameters of ``_twin``, a class of ``torch.nn``, except the hidden-to-hidden weights.
 
-    Of each ``weight_hh_l{k}[_reverse]``: (gates·n, m), the matrix of every gate is W = U diag(σ) Vᵀ. In its place are
-    the parameters ``reflectors_l{k}[_reverse]``: (gates·n, m), and ``sigma_l{k}[_reverse]``: (gates·min(n, m),), those
-    of the gates one below the other, each as ``LinearSVD`` has them. Without a spectrum W is orthogonal, there is no
-    sigma, and the reflectors are as ``LinearOrthogonal`` has them.
+    In each ``weight_hh_l{k}[_reverse]``: (gates·n, m), the matrix of every gate is W = U diag(σ) Vᵀ. The parameters
+    ``reflectors_l{k}[_reverse]``: (gates·n, m) and ``sigma_l{k}[_reverse]``: (gates·min(n, m),) replace it, with the
+    gates one below the other, each in the form of ``LinearSVD``. Without a spectrum W is orthogonal, there is no sigma,
+    and the reflectors are in the form of ``LinearOrthogonal``.
     """
 
     _twin: type[nn.RNNBase]
     _gates: int
-    _defaults: dict[str, Any]  # of the options that the twin has besides its sizes
+    _defaults: dict[str, Any]  # defaults of the twin's options besides its sizes
 
     input_size: int
     hidden_size: int
@@ -52,7 +52,7 @@ class Recurrent(Factored):
     def _add_parameters(
         self, dense: nn.RNNBase, spectrum: Spectrum | None, init: str, device: Any, dtype: torch.dtype | None
     ) -> None:
-        """Those of ``dense``, which has checked the options, and knows the names and shapes of its parameters."""
+        """Adds the parameters of ``dense``, which checks the options and has their names and shapes."""
         check_dtype(dtype)
         for name in ("input_size", "hidden_size", *self._defaults):
             setattr(self, name, getattr(dense, name))
@@ -68,18 +68,18 @@ class Recurrent(Factored):
                 names = {f"{factor}_{self._place(name)}": shapes[factor] for factor in self._factors_of_one}
             else:
                 names = {name: tuple(parameter.shape)}
-            for of, shape in names.items():
-                self.register_parameter(of, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            for new_name, shape in names.items():
+                self.register_parameter(new_name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._factor_names = tuple(f"{factor}_{where}" for where in self._places() for factor in self._factors_of_one)
 
     @property
     def _matrix_shape(self) -> tuple[int, int]:
-        """That of the hidden-to-hidden matrix of a gate."""
+        """Shape (n, m) of one gate's matrix."""
         return self.hidden_size, getattr(self, "proj_size", 0) or self.hidden_size
 
     @staticmethod
     def _place(name: str) -> str:
-        """The layer and the direction of a hidden-to-hidden weight, as the names of parameters end."""
+        """The suffix of parameter names that names the layer and the direction of a hidden-to-hidden weight."""
         return name.removeprefix("weight_hh_")
 
     def _places(self) -> list[str]:
@@ -99,7 +99,7 @@ class Recurrent(Factored):
             self._write(**self._stacked([{n: getattr(gate, n) for n in self._factors_of_one} for gate in gates], where))
 
     def _new_gate(self, init: str, **like: Any) -> LinearSVD | LinearOrthogonal:
-        """A layer with a matrix such as a gate has."""
+        """Makes a layer with a matrix of one gate's shape."""
         n, m = self._matrix_shape
         options = like | {"init": init if init in INITS else "identity"}
         gate: Any
@@ -118,7 +118,7 @@ class Recurrent(Factored):
         return gate
 
     def _stacked(self, gates: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
-        """The parameters of a place from the factors of its gates."""
+        """Stacks the factors of the gates to the parameters of one layer and direction."""
         return {f"{name}_{where}": torch.cat([gate[name].detach() for gate in gates]) for name in self._factors_of_one}
 
     def _gate_factors(self, where: str) -> list[tuple[Tensor, Tensor | None]]:
@@ -138,15 +138,15 @@ class Recurrent(Factored):
     def _svd(self, where: str) -> SVD:
         reflectors, sigma = getattr(self, f"reflectors_{where}"), self._sigma(where)
         if self.spectrum is not None:
-            of_gates = reflectors if self._gates == 1 else reflectors.unflatten(0, (self._gates, -1))
-            return SVD.of_shared(of_gates, sigma)
+            matrices = reflectors if self._gates == 1 else reflectors.unflatten(0, (self._gates, -1))
+            return SVD.of_shared(matrices, sigma)
         return SVD(Orthogonal.of_stored(reflectors), sigma, reflectors.new_empty(0, len(reflectors)))
 
     @property
     def svds(self) -> dict[str, SVD]:
-        """The SVD of each hidden-to-hidden weight, by the name that it has in ``torch.nn``; differentiable.
+        """Maps the name in ``torch.nn`` of each hidden-to-hidden weight to its SVD, differentiable.
 
-        That of a net with gates is a batch of as many matrices, in their order in ``torch.nn``.
+        In a net with gates it is a batch with one matrix for each gate, in their order in ``torch.nn``.
         """
         return {f"weight_hh_{where}": self._svd(where) for where in self._places()}
 
@@ -160,15 +160,15 @@ class Recurrent(Factored):
 
     @property
     def _rates(self) -> tuple[float, float]:
-        """What the learning rates of sigma and of reflectors are multiplied by."""
+        """Multiples of the learning rates of sigma and of reflectors."""
         return 1.0, 1.0
 
     def _dense(self, where: str) -> Tensor:
         """weight_hh: (gates·n, m). Contiguous, since every time step multiplies by it, and its gradient adds to its."""
         matrices = []
         for reflectors, sigma in self._gate_factors(where):
-            of = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
-            matrices.append(svd_dense(*of))
+            factors = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
+            matrices.append(svd_dense(*factors))
         return matrices[0].contiguous() if len(matrices) == 1 else torch.cat(matrices)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +191,7 @@ class Recurrent(Factored):
     def set_weight_(self: Self, weight: Tensor) -> Self:
         """Makes ``weight`` the hidden-to-hidden weights: (num_layers·directions, gates·n, m), each as ``LinearSVD``.
 
-        Where the weights are orthogonal, they become the orthogonal ones that are nearest.
+        Orthogonal weights become the nearest orthogonal matrices.
         """
         return super().set_weight_(weight)
 
@@ -212,7 +212,7 @@ class Recurrent(Factored):
         return self._form() if cached is None else cached
 
     def _weights(self) -> list[list[Tensor]]:
-        """As torch's kernels take them: for each layer and direction W_ih, W_hh and, if any, b_ih, b_hh and W_hr."""
+        """The weights for torch's kernels: for each layer and direction W_ih, W_hh and, if any, b_ih, b_hh and W_hr."""
         names = (*(BIASES if self.bias else ()), *(("weight_hr",) if getattr(self, "proj_size", 0) else ()))
         return [
             [getattr(self, f"weight_ih_{where}"), W_hh, *(getattr(self, f"{name}_{where}") for name in names)]
@@ -260,7 +260,7 @@ class Recurrent(Factored):
         self, kernel: Any, input: Tensor, states: Any, batch_sizes: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """``_run`` by one of torch's kernels."""
-        weights = [t for of in self._weights() for t in of]
+        weights = [t for one_place in self._weights() for t in one_place]
         options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         if batch_sizes is not None:
             output, *hidden = kernel(input, batch_sizes, states, weights, *options)
@@ -280,11 +280,11 @@ class Recurrent(Factored):
         return states[0]
 
     def _state_names(self) -> dict[str, int]:
-        """Of the states, how errors call them, and how large they are."""
+        """Maps each state's name in error messages to its size."""
         return {"hx": self.hidden_size}
 
     def _initial(self, input: Tensor, batch: int, hx: Any) -> list[Tensor]:
-        """``hx``, or zeros, after a check of both."""
+        """Checks ``input`` and ``hx``, and returns ``hx`` or zeros."""
         if input.shape[-1] != self.input_size:
             raise ValueError(f"`input` should have last dimension {self.input_size}; got shape {tuple(input.shape)}")
         dtype = self.weight_ih_l0.dtype
@@ -321,7 +321,7 @@ class Recurrent(Factored):
         )
 
     def flatten_parameters(self) -> None:
-        """Nothing to do: it is here because code that is written for ``torch.nn`` calls it."""
+        """Does nothing. Code that is written for ``torch.nn`` calls it."""
 
     @staticmethod
     def _dense_weights(dense: Any) -> tuple[str, ...]:
@@ -356,18 +356,19 @@ class Recurrent(Factored):
         factors = self._dense_names()
         for name, parameter in dense.named_parameters():
             _copy(getattr(self, name), parameter)
-            if name in factors:  # it is to be trained if one of its factors is
+            if name in factors:  # requires gradients if one of its factors does
                 parameter.requires_grad_(any(getattr(self, factor).requires_grad for factor in factors[name]))
         return dense.train(self.training)
 
     def extra_repr(self) -> str:
-        options = [f"{name}={value!r}" for name, of in self._defaults.items() if (value := getattr(self, name)) != of]
+        values = {name: getattr(self, name) for name in self._defaults}
+        options = [f"{name}={value!r}" for name, value in values.items() if value != self._defaults[name]]
         weight = "orthogonal" if self.spectrum is None else f"spectrum={self.spectrum}"
         return ", ".join([f"{self.input_size}, {self.hidden_size}", *options, weight])
 
 
-def _arguments(layer: Any, of: type[Recurrent]) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in ("input_size", "hidden_size", *of._defaults)}
+def _arguments(layer: Any, kind: type[Recurrent]) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in ("input_size", "hidden_size", *kind._defaults)}
 
 
 def _like(layer: Any) -> dict[str, Any]:
@@ -376,6 +377,6 @@ def _like(layer: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _copy(source: Tensor, target: Tensor) -> None:
-    """The values, and whether they are to be trained."""
+    """Copies the values and ``requires_grad``."""
     target.copy_(source)
     target.requires_grad_(source.requires_grad)

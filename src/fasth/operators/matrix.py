@@ -1,4 +1,4 @@
-"""What all matrices given by their factors have in common: products with tensors, and checks."""
+"""The base class of matrices given by their factors: products with tensors, and checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 
 
 class Matrix(ABC):
-    """An n×m matrix A, or a batch of them, that is never formed unless asked for.
+    """An n×m matrix A, or a batch of matrices, given by its factors. Only ``dense`` forms it.
 
     ``A @ X`` takes columns, as in mathematics: X of shape (m,), (m, c) or (*b, m, c). ``X @ A`` takes rows.
     """
@@ -57,7 +57,7 @@ class Matrix(ABC):
         return self._times(X.unsqueeze(-1)).squeeze(-1) if X.ndim == 1 else self._times(X.mT).mT
 
     def _form(self) -> str:
-        """How the factors are held, for the repr."""
+        """The form of the factors, for the repr."""
         return ""
 
     def dense(self) -> Tensor:
@@ -78,7 +78,7 @@ class Matrix(ABC):
         return self._times_rows(X) if X.ndim == 1 else self._times(X)
 
     def _as_this(self, X: Tensor) -> Tensor:
-        """X, which should have this dtype, unless autocast is to see to that, and be on this device."""
+        """Checks the dtype and device of X; under autocast casts X instead."""
         if X.dtype != self.dtype:
             if not autocast_enabled(X):
                 raise TypeError(f"`X` should be {self.dtype}, as {self!r} is; got {X.dtype}")
@@ -102,7 +102,7 @@ class Matrix(ABC):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``X @ A`` and ``torch.matmul``. Without this, PyTorch would first fail to read A as a tensor, slowly."""
+        """``X @ A`` and ``torch.matmul``. Without this method PyTorch would first try to read A as a tensor, slowly."""
         if function in _PRODUCTS and len(args) == 2 and not kwargs:
             left, right = args
             return left.__matmul__(right) if isinstance(left, Matrix) else right.__rmatmul__(left)
@@ -117,17 +117,17 @@ _PRODUCTS = (Tensor.__matmul__, Tensor.matmul, torch.matmul)
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 and float16 only store."""
+    """The dtype to compute in: bfloat16 and float16 only store."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def values_known(t: Tensor) -> bool:
-    """Whether a decision may depend on the numbers in t: it has some, and nobody traces or maps the computation."""
+    """True if values may be read: not meta, not traced, not vmapped."""
     return not (torch.compiler.is_compiling() or t.is_meta or _private.transform_active() or _private.dispatch_modes())
 
 
 def has_entry(t: Tensor, value: float) -> bool:
-    """Whether an entry of t is this number, as far as numbers may be looked at."""
+    """True if an entry of t equals this value and values may be read."""
     return values_known(t) and bool((t == value).any())
 
 
@@ -136,7 +136,7 @@ def broadcast_batches(**batches: tuple[int, ...]) -> tuple[int, ...]:
     for batch in batches.values():
         if batch and batch not in distinct:
             distinct.append(batch)
-    if len(distinct) < 2:  # as nearly always; the general way takes as long as a small product
+    if len(distinct) < 2:  # the usual case; the general one takes as long as a small product
         return distinct[0] if distinct else ()
     try:
         return tuple(torch.broadcast_shapes(*distinct))

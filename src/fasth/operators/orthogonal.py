@@ -1,4 +1,4 @@
-"""An orthogonal matrix as reflectors and signs, and how to get those from a dense matrix or at random."""
+"""An orthogonal matrix as reflectors and signs, made from a dense matrix or at random."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Orthogonal(Matrix):
     form: str
     signs: Tensor | None
     transposed: bool
-    _signs_are_stored: bool = False  # on the diagonal of V, where ``svd_linear`` finds them
+    _signs_are_stored: bool = False  # on the diagonal of V, where ``svd_linear`` reads them
 
     def __init__(self, V: Tensor, *, form: str = "full", signs: Tensor | None = None) -> None:
         check_form(form)
@@ -40,12 +40,12 @@ class Orthogonal(Matrix):
         if signs is not None:
             _check_signs(signs, V)
         if form == "compact":
-            V = expand_compact(V)  # with ones on the diagonal, which stand for no signs
+            V = expand_compact(V)  # with ones on the diagonal, which is not read as signs
         self.V, self.form, self.signs, self.transposed = V, form, signs, False
 
     @classmethod
     def of_stored(cls, V: Tensor, form: str = "compact") -> Orthogonal:
-        """From compact reflectors with the signs of their columns on the diagonal, held in the given form."""
+        """Makes Q from compact reflectors with the signs of columns on the diagonal, in the given form."""
         signs = diagonal_signs(V, min(V.shape[-2:]))
         if form != "compact":
             return cls(expand_compact(V), form=form, signs=signs)
@@ -55,9 +55,9 @@ class Orthogonal(Matrix):
 
     @classmethod
     def from_dense(cls, Q: Tensor, form: str = "compact") -> Orthogonal:
-        """The d×d orthogonal matrix that begins with the columns of Q.  Q: (*b, d, k) with orthonormal columns, k ≤ d.
+        """A d×d orthogonal matrix whose first columns are Q.  Q: (*b, d, k) with orthonormal columns, k ≤ d.
 
-        Where k = d, that is Q, of either determinant. The factors are constants to autograd. O(d·k²) operations.
+        For k = d this is Q itself, with determinant 1 or −1. The factors are constants to autograd. O(d·k²) operations.
         """
         check_form(form)
         if Q.ndim < 2 or not Q.shape[-1] <= Q.shape[-2] or Q.shape[-2] < 1:
@@ -68,7 +68,7 @@ class Orthogonal(Matrix):
 
     @classmethod
     def from_orthonormal(cls, Q: Tensor, form: str, dtype: torch.dtype) -> Orthogonal:
-        """``from_dense`` without its check, and the factors rounded to the dtype."""
+        """``from_dense`` without its check. The factors are rounded to the dtype."""
         return cls.of_stored(compact_from_dense(Q).to(dtype), form)
 
     @classmethod
@@ -80,7 +80,7 @@ class Orthogonal(Matrix):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Orthogonal:
-        """I, as d reflections of one coordinate each with the signs that undo them: no gradient of V vanishes."""
+        """I, as d reflections of one coordinate each and signs that undo them, so that no gradient of V vanishes."""
         check_form(form)
         _check_size(d)
         return cls.of_stored(-torch.eye(d, dtype=dtype, device=device), form)
@@ -102,12 +102,12 @@ class Orthogonal(Matrix):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the reflectors."""
+        """The dtype of the reflectors."""
         return self.V.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the reflectors."""
+        """The device of the reflectors."""
         return self.V.device
 
     @property
@@ -119,7 +119,7 @@ class Orthogonal(Matrix):
         return view
 
     def det(self) -> Tensor:
-        """The determinant, 1 or −1: (*b). Each reflection is −1; a zero reflector is none."""
+        """The determinant, 1 or −1: (*b). Each reflection contributes −1, a zero reflector 1."""
         r, d = self.V.shape[-2:]
         if self.form == "compact":
             det = self.V.new_ones(()) if self.signs is None else self.signs.detach().prod(-1)
@@ -153,7 +153,7 @@ class Orthogonal(Matrix):
         return self._reflect(signs.unsqueeze(-1) * X)
 
     def _reflect(self, X: Tensor) -> Tensor:
-        """H₁⋯H_r X, or H_r⋯H₁ X if transposed: ``reflect`` takes rows, and multiplies them from the right."""
+        """H₁⋯H_r X, or H_r⋯H₁ X if transposed. ``reflect`` multiplies rows from the right."""
         return reflect(X.mT, self.V, self.form, transpose=self.transposed).mT
 
     def _form(self) -> str:
@@ -161,7 +161,7 @@ class Orthogonal(Matrix):
 
 
 def compact_from_dense(Q: Tensor) -> Tensor:
-    """V with Q = (H₁⋯H_k · diag(signs))[:, :k], compact, with the signs on its diagonal.  Q: (*b, d, k) → (*b, k, d).
+    """Compact V with Q = (H₁⋯H_k · diag(signs))[:, :k] and the signs on its diagonal.  Q: (*b, d, k) → (*b, k, d).
 
     The columns of Q should be orthonormal: then its QR decomposition, computed by LAPACK's ``geqrf`` in 2·d·k²
     operations, has an R that is diagonal with entries ±1. Every entry of V is within ±1, and zero left of the diagonal.
@@ -170,7 +170,7 @@ def compact_from_dense(Q: Tensor) -> Tensor:
     A, tau = torch.geqrf(Q.detach().to(computing_dtype(Q.dtype)))
     k = Q.shape[-1]
     R = A.diagonal(dim1=-2, dim2=-1)[..., :k]
-    # Where the column was already zero below the diagonal, LAPACK leaves out the reflection; a compact one is there.
+    # LAPACK omits the reflection of a column that is already zero below the diagonal; compact reflectors cannot.
     signs = torch.where((R < 0) != (tau == 0), -1.0, 1.0)
     return with_diagonal(A.mT.triu(1), signs).to(Q.dtype)
 
@@ -183,11 +183,11 @@ def haar_compact(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """V: (k, d), compact, such that the first k ≤ d columns of Q are Haar-distributed. O(k·d) operations.
+    """Draws compact V: (k, d) such that the first k ≤ d columns of Q are Haar-distributed. O(k·d) operations.
 
-    Row i is v = x + sign(x₁)‖x‖e₁ over v₁ with x Gaussian of d − i entries, whose reflection takes x/‖x‖, uniform on
-    the sphere, to −sign(x₁)e₁. As v is the same for −x, that sign is independent of v, and drawn on its own. The signs
-    stand on the diagonal.
+    Row i is v / v₁ with v = x + sign(x₁)‖x‖e₁ and x Gaussian with d − i entries. Its reflection maps x/‖x‖, uniform on
+    the sphere, to −sign(x₁)e₁. As v / v₁ is the same for −x, the sign is independent of it, and drawn separately. The
+    diagonal holds the signs.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     x = torch.randn(k, d, dtype=computing_dtype(dtype), device=device, generator=generator).triu()
@@ -198,7 +198,7 @@ def haar_compact(
 
 
 def with_diagonal(reflectors: Tensor, signs: Tensor) -> Tensor:
-    """Compact reflectors (*, r, d) with signs (*, k) on the first k entries of the diagonal, row-major."""
+    """Writes signs (*, k) on the first k entries of the diagonal of compact reflectors (*, r, d); row-major."""
     reflectors = reflectors.clone(memory_format=torch.contiguous_format)
     reflectors.diagonal(dim1=-2, dim2=-1)[..., : signs.shape[-1]] = signs
     return reflectors
@@ -228,7 +228,7 @@ def _check_size(d: int) -> None:
 
 
 def _check_orthonormal(Q: Tensor) -> None:
-    """QᵀQ = I up to the rounding of Q's entries and of an algorithm that made them."""
+    """Checks QᵀQ = I up to the rounding of Q's entries and of the algorithm that computed them."""
     d, k = Q.shape[-2:]
     P = Q.to(computing_dtype(Q.dtype))
     error = (P.mT @ P - torch.eye(k, dtype=P.dtype, device=P.device)).abs()

@@ -1,4 +1,4 @@
-"""A matrix as its singular value decomposition, and what that makes cheap."""
+"""A matrix as its singular value decomposition, with the operations that this makes cheap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VECTOR_NORMS: dict[str | int, float] = {"fro": 2, "nuc": 1, 2: math.inf, -2: -m
 
 
 class SLogDet(NamedTuple):
-    """det = sign · exp(logabsdet), as ``torch.linalg.slogdet`` returns it."""
+    """The result of ``slogdet``, as in ``torch.linalg``: det = sign · exp(logabsdet)."""
 
     sign: Tensor
     logabsdet: Tensor
@@ -35,15 +35,15 @@ class SVD(Matrix):
             min(n, m) − k zeros.
         V: m×m, likewise.
 
-    ``W @ X`` costs as much as ``U @ X`` and ``V @ X`` together. Nothing but ``dense`` forms W and nothing but
-    ``from_dense`` decomposes it. Everything is differentiable in sigma and in the reflectors of U and V.
+    ``W @ X`` costs as much as ``U @ X`` and ``V @ X`` together. Only ``dense`` forms W, and only ``from_dense``
+    decomposes it. All results are differentiable in sigma and in the reflectors of U and V.
     """
 
     U: Orthogonal
     sigma: Tensor
     V: Orthogonal
     _shared: Tensor | None = None  # see ``of_shared``
-    _transposed: bool = False  # whether that is the transpose of what was given there, so that the signs are U's
+    _transposed: bool = False  # True if this is the transpose of that matrix: then the signs are U's
 
     def __init__(self, U: Orthogonal | Tensor, sigma: Tensor, V: Orthogonal | Tensor) -> None:
         self.U = U if isinstance(U, Orthogonal) else Orthogonal(U)
@@ -66,10 +66,10 @@ class SVD(Matrix):
 
     @classmethod
     def of_shared(cls, matrix: Tensor, sigma: Tensor) -> SVD:
-        """From one (n, m) matrix that holds the compact reflectors of U and V, and signs, as that of ``LinearSVD``.
+        """Makes W from one (n, m) matrix with the compact reflectors of U and V, and signs, as in ``LinearSVD``.
 
-        Products take it whole, and so have one gradient where two would be added up, and U and V are made when asked
-        for; of a batch, (*b, n, m), they are made at once. The signs on the diagonal are those of V's columns.
+        Products use the matrix directly, which gives one gradient instead of two that are added. U and V are made on
+        first access; for a batch, (*b, n, m), immediately. The diagonal holds the signs of V's columns.
         """
         if matrix.ndim > 2:
             return cls(Orthogonal(matrix.mT, form="compact"), sigma, Orthogonal.of_stored(matrix))
@@ -87,12 +87,12 @@ class SVD(Matrix):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of sigma and of the reflectors."""
+        """The dtype of sigma and of the reflectors."""
         return self.sigma.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of sigma and of the reflectors."""
+        """The device of sigma and of the reflectors."""
         return self.sigma.device
 
     @property
@@ -111,8 +111,8 @@ class SVD(Matrix):
     def inverse(self) -> Self:
         """W⁻¹ = V Σ⁻¹ Uᵀ.  O(n) operations.
 
-        Raises ``torch.linalg.LinAlgError`` if a singular value is zero, as ``torch.linalg.inv`` does. Where numbers
-        cannot be looked at (``torch.compile``, ``torch.func``), the result is infinite instead.
+        Raises ``torch.linalg.LinAlgError`` if a singular value is zero, as ``torch.linalg.inv`` does. Where values
+        cannot be read (``torch.compile``, ``torch.func``), the result is infinite instead.
         """
         self._check_square("inverse")
         if self.sigma.shape[-1] < self._sides()[0] or has_entry(self.sigma, 0):
@@ -152,7 +152,7 @@ class SVD(Matrix):
     def logabsdet(self) -> Tensor:
         """log|det W| = Σ log|sigma|: (*b).  O(n) operations.
 
-        If W is singular it is −inf; a sigma that is 0 then has the gradient 0, and the others have theirs, 1/sigma.
+        −inf if W is singular. The gradient of a zero sigma is then 0, that of the others 1/sigma.
         """
         self._check_square("logabsdet")
         total, batch = log_abs_product(self._values()), self._batch()
@@ -200,11 +200,11 @@ class SVD(Matrix):
                 raise ValueError(f"`energy` should be above 0 and at most 1; got {energy}")
             kept = _number_with_energy(sizes, energy)
         else:
-            raise ValueError(f"one of `rank` and `energy` should be given; got rank={rank} and energy={energy}")
+            raise ValueError(f"exactly one of `rank` and `energy` should be set; got rank={rank} and energy={energy}")
         return self._with(self.sigma * (order.argsort(-1) < kept))
 
     def _with(self, sigma: Tensor, transposed: bool = False) -> Self:
-        """The same U and V, or each in the place of the other, with other singular values."""
+        """Returns a matrix with other singular values and the same U and V, or with U and V exchanged."""
         other = object.__new__(type(self))
         other.sigma = sigma
         if self._shared is None:
@@ -218,7 +218,7 @@ class SVD(Matrix):
         return self.U.det() * self.V.det()
 
     def _values(self) -> Tensor:
-        """sigma and the zeros that belong to it: (*b, min(n, m))."""
+        """sigma, padded with zeros: (*b, min(n, m))."""
         missing = min(self._sides()) - self.sigma.shape[-1]
         return F.pad(self.sigma, (0, missing)) if missing else self.sigma
 
@@ -252,7 +252,7 @@ class SVD(Matrix):
         return svd_linear(X, self.U.V, self._signed_sigma(), self.V.V, form=self.U.form)
 
     def _is_one_product(self) -> bool:
-        """Whether W is what ``svd_linear`` takes: no batch, one form, and the reflections in their own order."""
+        """True if ``svd_linear`` takes W: no batch, one form, and no transposed factor."""
         if self._shared is not None:
             return True
         U, V = self.U, self.V
@@ -260,7 +260,7 @@ class SVD(Matrix):
         return U.form == V.form and not (batched or U.transposed or V.transposed)
 
     def _signed_sigma(self) -> Tensor:
-        """sigma times the signs of U's and V's first k columns, but for those that ``svd_linear`` finds: (k,)."""
+        """sigma times the signs of U's and V's first k columns, except signs that ``svd_linear`` reads itself: (k,)."""
         sigma, k = self.sigma, self.sigma.shape[-1]
         for Q in (self.U, self.V):
             signs = None if Q._signs_are_stored else Q.signs_of(k)
@@ -299,11 +299,13 @@ def _check_factors(U: Orthogonal, sigma: Tensor, V: Orthogonal) -> None:
 
 
 def _number_with_energy(sizes: Tensor, energy: float) -> Tensor:
-    """The smallest number of leading ``sizes`` whose squares make up the fraction ``energy`` of all: (*b, 1)."""
+    """The smallest number of leading ``sizes`` whose squares sum to the fraction ``energy`` of the total: (*b, 1)."""
     sizes = sizes.to(computing_dtype(sizes.dtype))
     largest = sizes[..., :1]
     squares = (sizes / torch.where(largest == 0, 1, largest)).square()
-    rest = squares.flip(-1).cumsum(-1).flip(-1)  # of each and all after it, from the smallest up: none gets lost
+    rest = (
+        squares.flip(-1).cumsum(-1).flip(-1)
+    )  # sums of each square and all after it, from the smallest up: nothing is rounded away
     # 0.9 of ten equal values is nine of them, whatever the last digit of 1 − 0.9.
     slack = 1 + sizes.shape[-1] * torch.finfo(sizes.dtype).eps
     return (rest > (1 - energy) * slack * rest[..., :1]).sum(-1, keepdim=True)

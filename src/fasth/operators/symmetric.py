@@ -15,7 +15,7 @@ from fasth.operators.svd import SVD
 class Symmetric(SVD):
     """W = U[:, :k] diag(sigma) U[:, :k]ᵀ, an n×n matrix. Its eigenvalues are sigma and n − k zeros.
 
-    An ``SVD`` with V = U, whose operations give ``Symmetric`` ones again.
+    An ``SVD`` with V = U, whose operations return ``Symmetric`` matrices.
 
     Args:
         U: n×n, an ``Orthogonal`` or its full reflectors.
@@ -48,8 +48,8 @@ class Symmetric(SVD):
     def cayley(self) -> Symmetric:
         """The Cayley map, (I − W)(I + W)⁻¹ = U (I − Σ)(I + Σ)⁻¹ Uᵀ.  O(n) operations.
 
-        Raises ``torch.linalg.LinAlgError`` if an eigenvalue is −1, as ``torch.linalg.solve`` does, where numbers can be
-        looked at (see ``inverse``).
+        Raises ``torch.linalg.LinAlgError`` if an eigenvalue is −1, as ``torch.linalg.solve`` does, where values can be
+        read (see ``inverse``).
         """
         if has_entry(self.sigma, -1):
             raise LinAlgError(f"cayley: I + W is singular, {self!r} has an eigenvalue that is -1")
@@ -68,7 +68,7 @@ class Symmetric(SVD):
 
 
 def _check_symmetric(W: Tensor) -> None:
-    """W = Wᵀ up to the rounding of its entries and of a product that made them."""
+    """Checks W = Wᵀ up to the rounding of its entries and of the product that computed them."""
     P = W.to(computing_dtype(W.dtype))
     error, size = (P - P.mT).abs().amax((-2, -1)), P.abs().amax((-2, -1))
     tolerance = 4 * torch.finfo(W.dtype).eps + 10 * W.shape[-1] * torch.finfo(P.dtype).eps

@@ -1,6 +1,6 @@
 """One autograd Function for x Qᵀ, and one for x Wᵀ with W = U Σ Vᵀ: the same in eager mode and under torch.compile.
 
-Both carry out a plan. ``saved`` is a sequence of tensors that the backend which made them understands.
+Both carry out a plan. ``saved`` is a sequence of tensors in the format of the backend that made them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Householder(torch.autograd.Function):
         needs_V = ctx.needs_input_grad[1]
         ctx.plan = plan
         ctx.save_for_backward(
-            x if needs_V else None,  # for second derivatives alone
+            x if needs_V else None,  # only for second derivatives
             V,
             out if needs_V and not plan.copy_output else None,
             *saved,
@@ -39,8 +39,8 @@ class Householder(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, V, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:2]
-        if _has_to_compose(g, plan.backend):
-            if x is None:  # any value will do: V needs no gradient
+        if has_to_compose(g, plan.backend):
+            if x is None:  # not read: V needs no gradient
                 x = V.new_zeros(g.shape, requires_grad=True)
 
             def multiply(x: Tensor, V: Tensor) -> Tensor:
@@ -48,55 +48,68 @@ class Householder(torch.autograd.Function):
 
             dx, dV = _gradients_by_autograd(multiply, (x, V), g, needs)
             return dx, dV if dV is None or plan.form != COMPACT else with_sign_guard(dV, V), None
-        dx, dV = _on_backend(plan, "householder_backward", g, output, V, saved, needs)
-        return dx if needs[0] else None, dV if needs[1] else None, None
+        return *_on_backend(plan, "householder_backward", g, output, V, saved, needs), None
 
 
 class SVDLinear(torch.autograd.Function):
     """x, U, sigma, V, bias ↦ x Wᵀ + bias with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ.  x: (*, m) → (*, n).
 
-    On the core or by the kernels. As in ``functional.svd_linear``, all but x and U may be None.
+    On the core or by the kernels. As in ``functional.svd_linear``, all arguments except x and U may be None. Only the
+    kernels take ``signs``, which get no gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
+        ctx: Any,
+        x: Tensor,
+        U: Tensor,
+        sigma: Tensor | None,
+        V: Tensor | None,
+        bias: Tensor | None,
+        signs: Tensor | None,
+        plan: Plan,
     ) -> Tensor:
-        out, *saved = _on_backend(plan, "svd_linear", x, U, sigma, U if plan.symmetric else V, bias)
+        options = {} if signs is None else {"signs": signs}
+        out, *saved = _on_backend(plan, "svd_linear", x, U, sigma, U if plan.symmetric else V, bias, **options)
         ctx.plan = plan
-        ctx.save_for_backward(x, U, sigma, V, bias, None if plan.copy_output else out, *saved)
+        ctx.save_for_backward(x, U, sigma, V, bias, signs, None if plan.copy_output else out, *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, U, sigma, V, bias, output, *saved = ctx.saved_tensors
+        x, U, sigma, V, bias, signs, output, *saved = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[:5]
-        if _has_to_compose(g, plan.backend):
+        if has_to_compose(g, plan.backend):
 
             def product(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
                 k = min(plan.block_size, *V.shape) if len(V) else 1
                 return Householder.apply(x, V, Plan(TORCH, form, transpose, k, SAVE_T))
 
             def multiply(x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None) -> Tensor:
+                sigma = sigma if signs is None else times_signs(sigma, signs)
                 return svd_by_products(product, x, U, sigma, U if plan.symmetric else V, bias, plan.form)
 
-            return *_gradients_by_autograd(multiply, (x, U, sigma, V, bias), g, needs), None
+            return *_gradients_by_autograd(multiply, (x, U, sigma, V, bias), g, needs), None, None
         V = U if plan.symmetric else V
-        found = _on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs)
-        return *(t if need else None for t, need in zip(found, needs, strict=True)), None
+        options = {} if signs is None else {"signs": signs}
+        found = _on_backend(plan, "svd_linear_backward", g, output, U, sigma, V, saved, needs, **options)
+        return *found, None, None
 
 
-# Where the work is done.
+# The backends.
 
 
-def _on_backend(plan: Plan, name: str, *arguments: Any) -> Sequence[Any]:
-    """Calls the function of that name, which every backend has: with the arguments and the plan."""
+def _on_backend(plan: Plan, name: str, *arguments: Any, **options: Any) -> Sequence[Any]:
+    """Returns a call of the backend's function of this name with the arguments and the plan.
+
+    ``options``: arguments that only the kernels take.
+    """
     if plan.backend == TORCH:
         return _BLOCKED[name](*arguments, plan)
     if is_compiling():
-        return getattr(operators_for_compile, name)(*arguments, plan)
+        return operators_for_compile.call(name, *arguments, plan)
     if plan.backend == TRITON:
-        return getattr(kernels(), name)(*arguments, plan)
+        return getattr(kernels(), name)(*arguments, plan, **options)
     return getattr(compiled._core, name)(*arguments, plan, torch.get_num_threads())
 
 
@@ -107,19 +120,18 @@ def kernels() -> Any:
     return launch
 
 
-def _has_to_compose(g: Tensor, backend: str) -> bool:
+def has_to_compose(g: Tensor, backend: str) -> bool:
     """True for a second derivative, and where the backend cannot read g, as in a batch of gradients."""
     if torch.is_grad_enabled():
         return True
     if is_compiling():
         return False
-    if backend == CORE:
-        return not compiled.core().accepts(g)
-    return not _has_memory(g)
+    core: Any = compiled._core
+    return not (core.accepts(g) if backend == CORE else _has_memory(g))
 
 
 def _has_memory(t: Tensor) -> bool:
-    """True if the numbers of a tensor are in memory of its own, and not negated. In a transform they are not."""
+    """True for a tensor with its own memory, not negated. Tensors in a transform have none."""
     if type(t) is not Tensor or t.is_neg():
         return False
     try:
@@ -206,7 +218,7 @@ def _gradients_by_autograd(
     """The gradients of those ``inputs`` that need one, by autograd through ``function(*inputs)``."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # What the inputs were computed from is not to be differentiated here.
+        # Detached, so that the graph ends at these inputs.
         inputs = [t if t is None else t.view_as(t) for t in inputs]
         wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad(function(*inputs), wanted, g, create_graph=again, materialize_grads=True))
@@ -214,7 +226,7 @@ def _gradients_by_autograd(
 
 
 def _for_blocked(x: Tensor, V: Tensor, form: int) -> tuple[Tensor, Tensor]:
-    """x as (B, m, d) and V as (B, r, d), compact reflectors written out."""
+    """Reshapes x to (B, m, d) and V to (B, r, d), with compact reflectors expanded to triangular ones."""
     V = blocked.expand_compact(V) if form == COMPACT else V
     return (x, V) if V.ndim == 3 else (x.reshape(1, -1, V.shape[-1]), V.unsqueeze(0))
 
@@ -223,7 +235,7 @@ def _for_blocked(x: Tensor, V: Tensor, form: int) -> tuple[Tensor, Tensor]:
 
 
 def signed_sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -> Tensor:
-    """sigma, or ones in its place, times the signs on the diagonals of compact reflectors."""
+    """sigma, or ones, times the signs on the diagonals of compact reflectors."""
     if sigma is None:
         sigma = U.new_ones(min(U.shape) if V is None else min(U.shape[1], V.shape[1]))
     for t in (U, V) if form == COMPACT and V is not U else ():
@@ -234,21 +246,27 @@ def signed_sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int) -
     return sigma
 
 
+def times_signs(sigma: Tensor | None, signs: Tensor) -> Tensor:
+    """sigma: (k,), or ones, times the signs of all rows: (n, k); constants to autograd."""
+    product = signs_of(signs).prod(0)
+    return product if sigma is None else sigma * product.to(sigma.dtype)
+
+
 def diagonal_signs(reflectors: Tensor, k: int) -> Tensor:
     """The signs of the first k entries of the diagonal: (*b, k), 1 or −1; constants to autograd."""
     return signs_of(reflectors.detach().diagonal(dim1=-2, dim2=-1)[..., :k])
 
 
 def signs_of(t: Tensor) -> Tensor:
-    """1 or −1, by the sign bit: weight decay may make an entry −0, and that is still negative."""
+    """1 or −1, by the sign bit: weight decay may make an entry −0, which is still negative."""
     return torch.where(t.detach().signbit(), -1.0, 1.0).to(t.dtype)
 
 
 def with_sign_guard(gradient: Tensor, reflectors: Tensor) -> Tensor:
-    """``gradient`` with that of the signs on its diagonal: zero, and for an entry close to zero what pushes it away.
+    """Sets the diagonal of ``gradient``, for the signs: zero, or for an entry close to zero a push away from zero.
 
-    An optimizer that adds its decay to the gradient, as Adam does, would take an entry without any to zero and beyond,
-    and the sign should not change.
+    An optimizer that adds weight decay to the gradient, as Adam does, would otherwise move an entry across zero, and
+    the sign should not change.
     """
     diagonal = reflectors.detach().diagonal(dim1=-2, dim2=-1)
     guard = torch.where(diagonal.abs() < 0.25, torch.where(diagonal.signbit(), 0.1, -0.1), 0.0)

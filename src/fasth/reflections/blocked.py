@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasth import _private
 
-_WIDEST_MASKS = 32  # above, a product with masks would mostly multiply zeros
+_WIDEST_MASKS = 32  # above this, a product with masks would mostly multiply zeros
 _EXPONENT_BITS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
 
 
@@ -26,21 +26,23 @@ def householder(x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, bloc
     follow. Autograd saves the results of all of them, so training goes by ``forward`` and ``gradients`` instead.
     """
     Y, _ = blocks_of(V, block_size, triangular)
-    out, _ = sweep(_compute(x), Y, triangular_factors(Y, triangular), transpose, triangular, record=False)
+    out, _ = sweep(_compute(x), Y, triangular_T(Y, triangular), transpose, triangular, record=False)
     return out.to(x.dtype)
 
 
 def forward(
     x: Tensor, V: Tensor, *, transpose: bool, triangular: bool, block_size: int, save_states: bool
 ) -> tuple[Tensor, ...]:
-    """The output, and what is saved for ``gradients``: T, and if ``save_states`` all Z and the rows after each block.
+    """Returns the output and the tensors saved for ``gradients``: T; with ``save_states`` all Z and rows after blocks.
 
-    T: (B, n, k, k), Z: (B, n, m, k). The rows after the block that acts last are the output, and not saved again.
+    T: (B, n, k, k), Z: (B, n, m, k). The rows after the block that acts last are the output, which is not saved again.
     """
     Y, _ = blocks_of(V, block_size, triangular)
-    T = triangular_factors(Y, triangular)
+    T = triangular_T(Y, triangular)
     out, steps = sweep(_compute(x), Y, T, transpose, triangular, record=save_states)
-    out = out.to(x.dtype) if steps or Y.shape[1] else x.clone()  # no block: the output is not to be x itself
+    out = (
+        out.to(x.dtype) if steps or Y.shape[1] else x.clone()
+    )  # without blocks, a copy: the output must not be x itself
     if not steps:
         return out, T
     but_the_last = steps[:-1] if transpose else steps[1:]
@@ -61,7 +63,7 @@ def sweep(
 ) -> tuple[Tensor, list[Step]]:
     """x times each block I − Yᵀ T Y in turn: the last first for x Qᵀ, the first first for x Q (``transpose``).
 
-    The steps are in the order of the blocks, whichever acts first.
+    The steps are in the order of the blocks, not in the order in which they act.
     """
     n, k = Y.shape[1:3]
     Ys, Ts = Y.unbind(1), (T if transpose else T.mT).unbind(1)
@@ -78,23 +80,23 @@ def sweep(
 
 
 def blocks_of(V: Tensor, k: int, triangular: bool) -> tuple[Tensor, Tensor]:
-    """V in blocks of k rows, Y: (B, n, k, d), every row divided by a scale: (B, r, 1).
+    """Splits V into blocks of k rows, Y: (B, n, k, d), each row divided by a scale: (B, r, 1).
 
-    The scale is a power of two, so nothing is rounded, but not in exported programs. It is a constant to autograd: Q
-    does not depend on the length of a reflector, so no derivative of Q does either.
+    The scale is a power of two, so that nothing is rounded, except in exported programs. It is a constant to autograd:
+    Q does not depend on the length of a reflector, nor do the derivatives of Q.
     """
     V = _reflectors(V, triangular)
-    scale = _scale(V.detach())
+    scale = scale_of(V.detach())
     return _cut(V / scale, k), scale
 
 
-def _scale(V: Tensor) -> Tensor:
+def scale_of(V: Tensor) -> Tensor:
     """The largest entry of every row, rounded down to a power of two: (B, r, 1). Its mantissa's bits are set to zero.
 
-    No less than the smallest normal number, so that a row of zeros is divided by something.
+    At least the smallest normal number, so that a row of zeros is not divided by zero.
     """
     largest = V[..., :1]
-    if V.shape[1]:  # the meta device has no such norm of no rows
+    if V.shape[1]:  # the meta device cannot compute this norm of zero rows
         largest = torch.linalg.vector_norm(V, torch.inf, -1, keepdim=True)
     if _private.is_exporting():  # ONNX has no view of the bits
         return torch.where(largest == 0, 1, largest)
@@ -105,7 +107,7 @@ def _scale(V: Tensor) -> Tensor:
     return (normal.view(integer) & exponent).view(V.dtype)
 
 
-def triangular_factors(Y: Tensor, triangular: bool) -> Tensor:
+def triangular_T(Y: Tensor, triangular: bool) -> Tensor:
     """T = B⁻¹: (B, n, k, k), upper triangular, with H₁⋯H_k = I − Yᵀ T Y in each block of Y: (B, n, k, d).
 
     B is the upper half of the Gram matrix, with ½ of its diagonal. Its inverse takes 2 log₂ k products in sequence.
@@ -125,11 +127,11 @@ def _inverses(gram: Tensor) -> Tensor:
 
 
 def _inverses_by_masks(gram: Tensor) -> Tensor:
-    """The same for few reflections, or an odd number: all squares of one size in one product, on full matrices.
+    """``_inverses`` for few or an odd number of reflections: all squares of one size in one product of full matrices.
 
-    When T holds the inverses of the squares of size s along the diagonal, −T₁₁ B₁₂ T₂₂ is what those of size 2s lack.
-    −T (B∘mask) T is that for all of them, where the mask keeps each B₁₂: the entries above the diagonal whose row and
-    column numbers have s as the highest bit in which they differ.
+    When T holds the inverses of the squares of size s along the diagonal, −T₁₁ B₁₂ T₂₂ completes those of size 2s.
+    −T (B∘mask) T computes it for all squares, where the mask keeps each B₁₂: the entries above the diagonal whose row
+    and column numbers have s as the highest bit in which they differ.
     """
     k = gram.shape[-1]
     squared_norms = gram.diagonal(dim1=-2, dim2=-1)
@@ -153,13 +155,13 @@ def gradients(
     needs_V: bool,
     saved: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and V from that of the output, g; differentiable in g, out and V if nothing was saved.
+    """The gradients of x and V from the output's, g; differentiable in g, out and V if nothing was saved.
 
-    ``saved`` is what ``forward`` gives besides the output. These are constants to autograd.
+    ``saved``: the tensors that ``forward`` returns after the output, constants to autograd.
     """
     Y, scale = blocks_of(V, block_size, triangular)
-    T = saved[0] if saved else triangular_factors(Y, triangular)
-    # Each block is orthogonal, so gradients run through its transpose, and so does the way back from the output.
+    T = saved[0] if saved else triangular_T(Y, triangular)
+    # Each block is orthogonal: gradients go through its transpose, which also recomputes its input from its output.
     rows, m = _compute(g), g.shape[1]
     states_missing = needs_V and len(saved) <= 1
     if states_missing:
@@ -185,7 +187,7 @@ def _gradients_of_blocks(
 ) -> list[Tensor]:
     """∂Y = N Y − Zᵀ g − Rᵀ O of each block: (B, k, d - column), with O the rows after it and g their gradient.
 
-    The steps are those of g, and R: (B, n, m, k) is what they call Z. N: (B, n, k, k) is half of Zᵀ R − Rᵀ Z.
+    The steps are the sweep of g, whose Z is R: (B, n, m, k). N: (B, n, k, k) is half of Zᵀ R − Rᵀ Z.
     """
     M = Z.mT @ R
     N = (M - M.mT).triu(1) if transpose else (M - M.mT).tril(-1)
@@ -198,7 +200,7 @@ def _gradients_of_blocks(
 
 
 def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tensor:
-    """The gradient of V: (B, r, d) from those of its blocks."""
+    """Joins the gradients of blocks to the gradient of V: (B, r, d)."""
     r, d = V.shape[1:]
     dV = torch.cat([_pad(part, left=d - part.shape[-1]) for part in dY], 1).narrow(1, 0, scale.shape[1]) / scale
     if triangular:
@@ -207,7 +209,7 @@ def _join(dY: list[Tensor], scale: Tensor, V: Tensor, triangular: bool) -> Tenso
 
 
 def _products(X: Tensor, Y: Tensor, triangular: bool) -> Tensor:
-    """X Yᵀ: (B, n, k, k) of every block, without work on the zeros left of the diagonal; when exporting, at once."""
+    """X Yᵀ: (B, n, k, k) of every block, skipping the zeros left of the diagonal; one product when exporting."""
     n, k = Y.shape[1:3]
     if not triangular or n < 2 or _private.is_exporting():
         return X @ Y.mT
@@ -215,7 +217,7 @@ def _products(X: Tensor, Y: Tensor, triangular: bool) -> Tensor:
 
 
 def expand_compact(V: Tensor) -> Tensor:
-    """Compact reflectors (*, r, d) as triangular ones: ones on the diagonal, what stands right of it, zeros."""
+    """Expands compact reflectors (*, r, d) to triangular ones: ones on the diagonal, zeros left of it."""
     return V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype, device=V.device)
 
 
@@ -225,22 +227,22 @@ def _reflectors(V: Tensor, triangular: bool) -> Tensor:
 
 
 def _from_column(t: Tensor, column: int) -> Tensor:
-    """Not by an index, which makes an alias of all of it where the column is 0: batched gradients have none."""
+    """Narrows without an index, which for column 0 is an alias of the tensor: batched gradients have no rule for it."""
     return t.narrow(-1, column, t.shape[-1] - column)
 
 
 def _cut(V: Tensor, k: int) -> Tensor:
-    """(B, r, d) in blocks (B, n, k, d), with zero rows, which reflect nothing, at the end."""
+    """Cuts (B, r, d) into blocks (B, n, k, d), padded with zero rows, which are the identity."""
     r = V.shape[1]
     n = -(-r // k)
     return _pad(V, below=n * k - r).unflatten(1, (n, k))
 
 
 def _pad(t: Tensor, *, left: int = 0, below: int = 0) -> Tensor:
-    """Columns and rows of zeros beside a matrix. To pad by none of them would be a copy."""
+    """Pads a matrix with columns and rows of zeros, without a copy if there is nothing to pad."""
     return F.pad(t, (left, 0, 0, below)) if left or below else t
 
 
 def _compute(t: Tensor) -> Tensor:
-    """bfloat16 and float16 only store: computing in them would lose orthogonality with every block."""
+    """Casts bfloat16 and float16 to float32: computing in them would lose orthogonality with every block."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t

@@ -22,7 +22,7 @@ _FUNCTIONS = ("connect", "accepts", *_OPERATIONS, *(f"{name}_backward" for name 
 
 
 def machine_level() -> str:
-    """The highest instruction set that this machine and torch agree on."""
+    """The highest instruction set that both this machine and torch support."""
     return {"AVX2": "avx2", "AVX512": "avx512"}.get(torch.backends.cpu.get_cpu_capability(), "baseline")
 
 
@@ -72,7 +72,7 @@ def _load_best() -> ModuleType | None:
 
 
 def _check_triton() -> None:
-    """Raises an error where the kernels could run on nothing."""
+    """Raises an error if no device can run the kernels."""
     if find_spec("triton") is None:
         raise ImportError(
             "FASTH_BACKEND=triton needs Triton, which PyTorch's CUDA builds bring along: pip install triton"
@@ -125,7 +125,7 @@ def processor_name() -> str:
 
 
 def processor() -> dict[str, str]:
-    """What Linux says of the first processor."""
+    """The fields of the first processor in Linux's /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     text = path.read_text(errors="replace").split("\n\n")[0] if path.exists() else ""
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}

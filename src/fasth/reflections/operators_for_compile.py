@@ -1,9 +1,10 @@
 """The backends as operators of PyTorch, ``torch.ops.fasth``, for the graphs of ``torch.compile``.
 
 There is one pair of operators for products of reflections, one for U Σ Vᵀ and one for recurrences, each with a kernel
-for the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator takes the entries of a plan one by one
-and gives a list of tensors; the functions here have the signatures of the backends themselves. The Triton kernels
-allocate by shapes alone, read no value back and do not synchronize, so CUDA graphs can record them.
+for the CPU, the compiled core, and one for CUDA, the Triton kernels. An operator has the arguments of the backends'
+function of the same name, with the plan's entries as separate arguments, and returns a list of tensors, without those
+that are None. The Triton kernels allocate by shapes alone, read no value back and do not synchronize, so CUDA graphs
+can record them.
 """
 
 from __future__ import annotations
@@ -21,139 +22,45 @@ from fasth.reflections.triton.configurations import BLOCK
 
 _PLAN = "int form, bool transpose, int block_size, int save, bool copy_output, bool of_identity, bool symmetric"
 _FACTORS = "Tensor U, Tensor? sigma, Tensor? V"
+_ENTRIES = slice(1, 8)  # the entries of a plan that operators take
 
 
-# As the backends have them.
+def call(name: str, *arguments: Any) -> Sequence[Any]:
+    """Calls an operator as a backend's function is called, with the plan as the last argument.
+
+    In a backward pass the argument before the plan says which gradients are needed; the others are None.
+    """
+    *tensors, plan = arguments
+    found = getattr(torch.ops.fasth, name)(*tensors, *plan[_ENTRIES])
+    return in_place(found, tensors[-1]) if name.endswith("_backward") else found
 
 
-def householder(x: Tensor, V: Tensor, plan: Plan) -> Sequence[Tensor]:
-    """x Qᵀ, and what is saved for backward."""
-    return torch.ops.fasth.householder(x, V, *_entries(plan))
+def in_place(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Puts the gradients in the positions that ``needs`` marks, and None in the others."""
+    gradients = iter(found)
+    return [next(gradients) if needed else None for needed in needs]
 
 
-def householder_backward(
-    g: Tensor, output: Tensor | None, V: Tensor, saved: Sequence[Tensor], needs: Sequence[bool], plan: Plan
-) -> list[Tensor | None]:
-    """The gradients of x and V, each None where it is not needed."""
-    found = torch.ops.fasth.householder_backward(g, output, V, saved, list(needs), *_entries(plan))
-    return _in_place(found, needs)
+def _kernel(name: str, backend: str) -> Callable[..., Any]:
+    """An operator's kernel for one kind of device: the backend's function of the same name."""
+    takes_plan = "recurrence" not in name
+
+    def kernel(*arguments: Any) -> Any:
+        if takes_plan:
+            count = _ENTRIES.stop - _ENTRIES.start
+            arguments = *arguments[:-count], Plan(backend, *arguments[-count:])
+        if backend == CORE:
+            found = getattr(core(), name)(*arguments, torch.get_num_threads())
+        else:
+            from fasth.reflections.triton import launch
+
+            found = getattr(launch, name)(*arguments)
+        return found if isinstance(found, Tensor) else [t for t in found if t is not None]
+
+    return kernel
 
 
-def svd_linear(
-    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
-) -> Sequence[Tensor]:
-    """x Wᵀ + bias, and what is saved for backward."""
-    return torch.ops.fasth.svd_linear(x, U, sigma, None if plan.symmetric else V, bias, *_entries(plan))
-
-
-def svd_linear_backward(
-    g: Tensor,
-    output: Tensor | None,
-    U: Tensor,
-    sigma: Tensor | None,
-    V: Tensor | None,
-    saved: Sequence[Tensor],
-    needs: Sequence[bool],
-    plan: Plan,
-) -> list[Tensor | None]:
-    """The gradients of x, U, sigma, V and the bias, each None where it is not needed."""
-    tensors = g, output, U, sigma, None if plan.symmetric else V, saved
-    found = torch.ops.fasth.svd_linear_backward(*tensors, list(needs), *_entries(plan))
-    return _in_place(found, _svd_gradients(needs, plan.symmetric))
-
-
-def recurrence(
-    x: Tensor, sizes: list[int] | None, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, reverse: bool
-) -> Tensor:
-    """The states at all times, of x's shape."""
-    return torch.ops.fasth.recurrence(x, sizes, W, h0, bias, f, reverse)
-
-
-def recurrence_backward(
-    g: Tensor,
-    sizes: list[int] | None,
-    W: Tensor,
-    out: Tensor,
-    h0: Tensor,
-    f: int,
-    reverse: bool,
-    needs_h0: bool,
-    needs_bias: bool,
-) -> list[Tensor | None]:
-    """The gradients of x, h0 and the bias, each None where it is not needed."""
-    found = torch.ops.fasth.recurrence_backward(g, sizes, W, out, h0, f, reverse, needs_h0, needs_bias)
-    return _in_place(found, (True, needs_h0, needs_bias))
-
-
-def _entries(plan: Plan) -> tuple[Any, ...]:
-    return plan[1:8]
-
-
-def _svd_gradients(needs: Sequence[bool], symmetric: bool) -> list[bool]:
-    """Which gradients the operator gives: where U and V are one tensor, that of U is that of both."""
-    return [needs[0], needs[1], needs[2], needs[3] and not symmetric, needs[4]]
-
-
-def _in_place(found: Sequence[Tensor], given: Sequence[bool]) -> list[Tensor | None]:
-    """The tensors found, each in the place that ``given`` says, None elsewhere."""
-    tensors = iter(found)
-    return [next(tensors) if is_given else None for is_given in given]
-
-
-class _Kernels:
-    """The kernels of all operators for one kind of device."""
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def _call(self, name: str, *arguments: Any) -> Sequence[Tensor | None]:
-        if self.backend == CORE:
-            return getattr(core(), name)(*arguments, torch.get_num_threads())
-        from fasth.reflections.triton import launch
-
-        return getattr(launch, name)(*arguments)
-
-    def householder(self, x: Tensor, V: Tensor, *entries: Any) -> list[Tensor]:
-        return _given(self._call("householder", x, V, Plan(self.backend, *entries)))
-
-    def householder_backward(
-        self, g: Tensor, output: Tensor | None, V: Tensor, saved: Sequence[Tensor], needs: Sequence[bool], *entries: Any
-    ) -> list[Tensor]:
-        return _given(self._call("householder_backward", g, output, V, saved, needs, Plan(self.backend, *entries)))
-
-    def svd_linear(
-        self, x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, *entries: Any
-    ) -> list[Tensor]:
-        plan = Plan(self.backend, *entries)
-        return _given(self._call("svd_linear", x, U, sigma, U if plan.symmetric else V, bias, plan))
-
-    def svd_linear_backward(
-        self,
-        g: Tensor,
-        output: Tensor | None,
-        U: Tensor,
-        sigma: Tensor | None,
-        V: Tensor | None,
-        saved: Sequence[Tensor],
-        needs: Sequence[bool],
-        *entries: Any,
-    ) -> list[Tensor]:
-        plan = Plan(self.backend, *entries)
-        V = U if plan.symmetric else V
-        return _given(self._call("svd_linear_backward", g, output, U, sigma, V, saved, needs, plan))
-
-    def recurrence(self, *arguments: Any) -> Any:
-        return self._call("recurrence", *arguments)
-
-    def recurrence_backward(self, *arguments: Any) -> list[Tensor]:
-        return _given(self._call("recurrence_backward", *arguments))
-
-
-def _given(results: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t for t in results if t is not None]
-
-
-# What the operators give, without computing it.
+# The shapes of the operators' results, for fake tensors.
 
 
 def _backend_of(x: Tensor) -> str:
@@ -192,7 +99,7 @@ def _svd_linear_fake(
     x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, *entries: Any
 ) -> list[Tensor]:
     plan = Plan(_backend_of(x), *entries)
-    U_side, V_side = (U.mT, U) if V is None and not plan.symmetric else (U, U if V is None else V)
+    U_side, V_side = (U.mT, U) if V is None else (U, V)
     (r_U, n), (r_V, m) = U_side.shape, V_side.shape
     out, rows = x.new_empty((*x.shape[:-1], n)), x.numel() // m
     if not plan.save:
@@ -218,15 +125,9 @@ def _svd_linear_backward_fake(
     needs: Sequence[bool],
     *entries: Any,
 ) -> list[Tensor]:
-    symmetric = Plan("", *entries).symmetric
-    n, m = U.shape if V is None and not symmetric else (U.shape[1], (U if V is None else V).shape[1])
-    like_x = g.new_empty((*g.shape[:-1], m))
-    gradients = [like_x, U, sigma, V, g.new_empty(n)]
-    return [
-        torch.empty_like(t)
-        for t, is_given in zip(gradients, _svd_gradients(needs, symmetric), strict=True)
-        if is_given and t is not None
-    ]
+    n, m = U.shape if V is None else (U.shape[1], V.shape[1])
+    gradients = [g.new_empty((*g.shape[:-1], m)), U, sigma, V, g.new_empty(n)]
+    return [torch.empty_like(t) for t, needed in zip(gradients, needs, strict=True) if needed and t is not None]
 
 
 def _recurrence_fake(x: Tensor, *_: Any) -> Tensor:
@@ -262,10 +163,9 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         _recurrence_backward_fake,
     ),
 }
-_CPU, _CUDA = _Kernels(TRITON if kernels_on() == "cpu" else CORE), _Kernels(TRITON)
 _library = torch.library.Library("fasth", "DEF")
 for _name, (_schema, _fake) in _SCHEMAS.items():
     _library.define(f"{_name}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, getattr(_CPU, _name), "CPU")
-    _library.impl(_name, getattr(_CUDA, _name), "CUDA")
+    _library.impl(_name, _kernel(_name, TRITON if kernels_on() == "cpu" else CORE), "CPU")
+    _library.impl(_name, _kernel(_name, TRITON), "CUDA")
     torch.library.register_fake(f"fasth::{_name}", _fake, lib=_library)

@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     transpose: bool = False
     block_size: int = 1
     save: int = SAVE_NOTHING
-    copy_output: bool = False  # a copy of the output is saved, since the caller may change the output in place
-    of_identity: bool = False  # x are the first rows of the identity, in x Qᵀ, and get no gradient
+    copy_output: bool = False  # saves a copy of the output, since the caller may change the output in place
+    of_identity: bool = False  # x is the first rows of the identity, in x Qᵀ, and gets no gradient
     symmetric: bool = False  # U and V are one tensor, which is then given as U alone: torch.compile takes none twice
-    forms_matrix: bool = False  # instead of all this: Q or W is formed, and multiplied by
+    forms_matrix: bool = False  # instead of all this, Q or W is formed, and rows are multiplied by it

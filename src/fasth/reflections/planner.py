@@ -1,7 +1,7 @@
 """How one call is computed, decided once: the backend, apply or form, the block size, and what is saved for backward.
 
-Nothing else asks these questions. What ``fasth.tune`` found on this machine decides, where it was asked, and a rule
-elsewhere. A compiled graph should not depend on a file: under ``torch.compile`` it is always the rule.
+Nothing else makes these decisions. The results of ``fasth.tune`` on this machine decide if there are any, and a rule
+otherwise. A compiled graph should not depend on a file: under ``torch.compile`` the rule always decides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FORMING_ROWS = 3
 
 
 class Where(NamedTuple):
-    """What a plan depends on besides sizes. ``device`` is a type, and ``threads`` those of the CPU."""
+    """What a plan depends on besides sizes. ``device`` is a device type, ``threads`` the number of CPU threads."""
 
     backend: str = CORE
     device: str = "cpu"
@@ -105,7 +105,10 @@ def plan_svd_linear(
 
     ``of_identity``: x is the identity, to form W, which may be saved itself.
     """
-    (r_U, n), (r_V, m) = (U.shape[::-1], U.shape) if V is None else (U.shape, V.shape)
+    if V is None:
+        n, m = r_V, r_U = U.shape
+    else:
+        (r_U, n), (r_V, m) = U.shape, V.shape
     k = min(n, m) if sigma is None else sigma.shape[0]
     needs = False, False
     if torch.is_grad_enabled():
@@ -117,7 +120,7 @@ def plan_svd_linear(
 
 
 def _where(reflectors: Tensor, *tensors: Tensor | None) -> Where:
-    backend, device = backend_for(*tensors), reflectors.device.type
+    backend, device = backend_for(*tensors), "cpu" if reflectors.is_cpu else reflectors.device.type
     threads = torch.get_num_threads() if device == "cpu" and not is_compiling() else 0
     return Where(backend, device, reflectors.dtype, threads, backend == COMPOSED and _private.is_exporting())
 
@@ -212,7 +215,7 @@ def tuning() -> dict[tuple[str, int, str, int], tuning_file.Entry]:
 
 
 def forget_plans() -> None:
-    """To be called when the file of ``fasth.tune`` has changed."""
+    """Clears all plans. Call it after a change of the file of ``fasth.tune``."""
     for memo in (_remembered_householder_plan, _remembered_svd_plan, tuning):
         memo.cache_clear()
 
@@ -242,7 +245,7 @@ def backend_for(*tensors: Tensor | None) -> str:
         if module.accepts(*tensors):
             return CORE
     elif module is not None:
-        raise module  # what is wrong with the settings
+        raise module  # an error in the settings
     return TRITON if _kernels_take([t for t in tensors if t is not None]) else TORCH
 
 
@@ -290,7 +293,7 @@ def _can_launch(device: torch.device) -> bool:
 
 
 def kernels_setting() -> str:
-    """Where the Triton kernels serve: "cuda", "cpu" if they are interpreted there, "off", or "not installed"."""
+    """The device type of the Triton kernels: "cuda", "cpu" if they are interpreted, "off", or "not installed"."""
     setting = backend_setting()
     if setting not in ("auto", "triton"):
         return "off"
@@ -300,13 +303,13 @@ def kernels_setting() -> str:
 
 
 def kernels_on() -> str:
-    """The type of the devices on which the Triton kernels serve in this process: "cuda", "cpu", or none."""
+    """The device type on which the Triton kernels run in this process: "cuda", "cpu", or none."""
     return _kernels_on
 
 
 @contextmanager
 def counting_kernels() -> Iterator[None]:
-    """Within it the kernels take tensors of the meta device, where nothing runs: to see what would be launched."""
+    """Context in which the kernels take tensors of the meta device, where nothing runs, to count launches."""
     global _counting
     before, _counting = _counting, True
     forget_plans()
@@ -340,7 +343,7 @@ def default_block_size(r: int, where: Where, rows: int = 32) -> int:
 
 
 def block_size_by_rule(r: int, on_cpu: bool = True, many_rows: bool = False) -> int:
-    """Wide enough for products to pay, and even: 33 reflections are 17 + 16, not 32 + 1.
+    """The block size by a rule: wide enough for fast products, and even, so that 33 reflections are 17 + 16.
 
     On the CPU many reflections come in wider blocks where there are many rows, beside which the small products of a
     block do not count. On other devices every product in sequence is a launch, so there are only four blocks, as long
@@ -375,7 +378,7 @@ def number_of_blocks(r: int, d: int, form: int, block_size: int) -> int:
 
 
 def sizes_of_saved(rows: int, d: int, blocks: int, steps: int, block_size: int) -> tuple[int, int, int]:
-    """How many numbers T, Z and A have."""
+    """The sizes of T, Z and A."""
     K, M, D = padded(block_size), padded(rows), padded(d)
     return blocks * K * K, blocks * M * K, steps * D * M
 
@@ -408,7 +411,7 @@ def saved_size(
 
 
 def _level(T: int, Z: int, A: int, room: int, dtype: torch.dtype) -> int:
-    """What fits into the room of so many numbers. Half precision saves in float32."""
+    """The highest level of saving that fits into ``room`` numbers. Half precision saves in float32."""
     itemsize = max(dtype.itemsize, 4)
     room = room * dtype.itemsize // itemsize
     if T + Z + A <= room and A * itemsize <= MOST_SAVED_ROWS:
@@ -463,6 +466,20 @@ def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, tria
     if where.device != "cpu":
         return _forming_pays_on_gpu(rows, k, max(n, m))
     return rows > thin_crossover_by_rule(n, m, r_U, r_V, k)
+
+
+def forms_at_once(R: Tensor, sigma: Tensor | None) -> bool:
+    """Whether W of the compact reflectors in R: (n, m) is formed by ``formed.py``: where launches take the time.
+
+    That is on a GPU, up to d = 2048, unless the kernels apply the reflections to the identity in nine.
+    """
+    n, m = R.shape
+    if R.device.type not in ("cuda", "meta") or max(n, m) > LONGEST or min(n, m) == 0:
+        return False
+    where = _where(R, R, sigma)
+    if where.backend == TRITON:
+        return not kernels_pay(min(n, m), min(n, m), max(n, m), where)
+    return where.backend == TORCH
 
 
 def _forming_pays_on_gpu(rows: int, formed: int, d: int) -> bool:

@@ -1,7 +1,7 @@
-"""Which products may be TF32. Those that Q is made of may not: they stay IEEE float32 whatever the user allows.
+"""Decides which products may be TF32. Products that determine Q stay IEEE float32, whatever the user allows.
 
 A user allows TF32 by ``torch.set_float32_matmul_precision("high")`` or ``torch.backends.cuda.matmul``. Then the
-gradient of the reflectors and the product by a formed matrix have it, which do not decide what Q is: docs/precision.md.
+gradient of the reflectors and the product with a formed matrix use it, which do not determine Q: docs/precision.md.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _suspended = ""  # the user's setting while they do, if it has to be restored
 
 
 def tf32_allowed(t: Tensor) -> bool:
-    """Whether the user lets products of float32 matrices be TF32, and the tensor's GPU has it."""
+    """True if the user allows TF32 in products of float32 matrices, and the tensor's GPU has it."""
     allowed = t.is_cuda and (bool(_suspended) or torch.backends.cuda.matmul.fp32_precision == "tf32")
     return allowed and torch.version.hip is None and torch.cuda.get_device_capability(t.device) >= (8, 0)
 
 
 @contextmanager
 def ieee_products(t: Tensor) -> Iterator[None]:
-    """Within it torch's products on the tensor's GPU are IEEE float32. A compiled graph keeps the user's setting.
+    """Context in which torch's products on the tensor's GPU are IEEE float32. A compiled graph keeps the setting.
 
     The setting belongs to the process, and backward passes run on threads: the first one sets it, the last restores.
     """

@@ -1,4 +1,4 @@
-"""The file, in the user's cache folder, of what ``fasth.tune`` found: JSON, {"version": 1, "entries": [...]}.
+"""The file with the results of ``fasth.tune``, in the user's cache folder: JSON, {"version": 1, "entries": [...]}.
 
 It is replaced whole, and under a lock, so that processes that tune at the same time all leave their entries.
 """
@@ -19,7 +19,7 @@ from fasth.reflections import core
 
 _VERSION = 1
 _TEXTS = ("machine", "core", "device", "dtype")
-_LARGEST = 1 << 40  # of any number in the file: what is larger was not measured
+_LARGEST = 1 << 40  # the largest valid number in the file
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Entry:
     d: int
     rows: int  # with which the block size was found
     block_size: int
-    crossover: int  # from so many rows on, forming Q pays, for triangular reflectors
+    crossover: int  # the number of rows from which forming Q is faster, for triangular reflectors
     kernel_rows: int = 0  # up to so many rows the Triton kernels are faster than PyTorch's products; 0: never, or wrong
 
     @property
@@ -52,7 +52,7 @@ class Entry:
 
 
 def path() -> Path:
-    """In ``FASTH_CACHE_DIR``, or in the folder "fasth" where this system keeps a user's caches."""
+    """The path of the file: in ``FASTH_CACHE_DIR``, or in the folder "fasth" of the user's cache folder."""
     places = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
     variable, folder = places.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
     caches = Path(os.environ.get(variable) or Path.home() / folder)
@@ -60,14 +60,14 @@ def path() -> Path:
 
 
 def machine(device: str) -> tuple[str, str]:
-    """The name of what computes on such a device, and the core in use; empty where there is no such device."""
+    """The name of the processor or GPU, and the core in use; empty if there is no such device."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "", ""
     return core.processor_name(), core.in_use()
 
 
 def load() -> list[Entry]:
-    """All entries of the file, also those of other machines. A damaged file is as good as none, and says so."""
+    """Reads all entries of the file, of all machines. For a damaged file, warns and returns none."""
     try:
         content = json.loads(path().read_text(encoding="utf-8"))
         if content["version"] != _VERSION:
@@ -75,7 +75,7 @@ def load() -> list[Entry]:
         names = [field.name for field in fields(Entry)]
         records = [{name: record[name] for name in names if name in record} for record in content["entries"]]
         return [Entry(**record).check() for record in records]
-    except OSError:  # there is none, or it may not be read
+    except OSError:  # the file does not exist or cannot be read
         return []
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{path()} is damaged and was ignored ({error}); `fasth tune` writes a new one"
@@ -84,9 +84,9 @@ def load() -> list[Entry]:
 
 
 def store(entry: Entry) -> None:
-    """Adds the entry to the file, or replaces the one before it."""
+    """Adds the entry to the file, or replaces the entry with the same key."""
     with _files.locked(path()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a damaged file is being replaced
+        warnings.simplefilter("ignore")  # a damaged file is replaced
         place = entry.machine, entry.core, entry.key
         entries = [other for other in load() if (other.machine, other.core, other.key) != place]
         content = {"version": _VERSION, "entries": [asdict(one) for one in (*entries, entry)]}

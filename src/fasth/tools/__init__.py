@@ -1,1 +1,1 @@
-"""What the command ``fasth`` runs, and what measures and verifies the library."""
+"""The command ``fasth`` and the tools behind it: tuning, checks, timing, and the table of test problems."""

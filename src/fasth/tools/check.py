@@ -1,4 +1,4 @@
-"""``fasth check``: what a device computes beside the definition on the CPU in float64, and a report of it to send."""
+"""``fasth check``: compares the results of a device with the definition on the CPU in float64, and writes a report."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fasth.tools.device import environment, first_line
 from fasth.tools.problems import PROBLEMS, Comparison, Problem, compare_all, from_definition, with_gradients
 from fasth.tools.twins import definition_linear, orthogonality, perturbed
 
-Comparisons = dict[str, Comparison]  # of the value, and of each gradient
+Comparisons = dict[str, Comparison]  # keys: "value", "gradient of x", …
 Record = dict[str, Any]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# Rows by d. For 400 rows of 64 entries the weight is formed. The definition takes a step for each reflection: at the
-# large sizes few rows, and not every kind of layer.
+# Numbers of rows for each d. With 400 rows and d = 64 the weight is formed. The definition is sequential and slow: the
+# large sizes have few rows, and only some kinds of layers.
 ROWS = {
     64: (1, 7, 32, 200, 400),
     100: (1, 7, 32, 200),
@@ -46,7 +46,7 @@ SIZES = [(d, rows) for d, numbers in ROWS.items() for rows in numbers]
 LARGE = 1024
 SCALES = (1e30, 1e-30)
 ORTHOGONAL = (64, 512, 2048)
-ORTHOGONALITY = 30.0  # what LAPACK's own tests accept
+ORTHOGONALITY = 30.0  # the threshold of LAPACK's own tests
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "LinearSVD, square": lambda d, **options: LinearSVD(d, d, **options),
@@ -69,30 +69,30 @@ class Check:
 
 
 def checks(device: str, dtypes: Sequence[str] = DTYPES) -> list[Check]:
-    """All of them, with nothing computed yet."""
+    """Lists all checks. Nothing is computed yet."""
     return [*_of_table(device, dtypes), *_of_sizes(device, dtypes), *_of_layers(device, dtypes),
             *_of_scales(device, dtypes), *_of_orthogonality(device, dtypes)]  # fmt: skip
 
 
 def usable(device: str, dtypes: Sequence[str]) -> list[str]:
-    """Those dtypes that the device multiplies matrices in."""
+    """Returns the dtypes in which the device can multiply matrices."""
 
     def multiplies(dtype: str) -> bool:
         try:
             I = torch.eye(2, dtype=getattr(torch, dtype), device=device)
             return bool((I @ I).sum().item() == 2)
-        except Exception:  # torch has its own for what a device lacks
+        except Exception:  # the type of the error depends on the device
             return False
 
     return [dtype for dtype in dtypes if multiplies(dtype)]
 
 
 def run(device: str, chosen: Sequence[Check], out: Path) -> int:
-    """Makes the checks, writes the report, and returns the exit code: 0, or 1 if one failed, or 130 if interrupted."""
-    of, interrupted = environment(device), False
+    """Runs the checks, writes the report, and returns the exit code: 0, or 1 if one failed, or 130 if interrupted."""
+    about, interrupted = environment(device), False
     records: list[Record] = []
-    _files.write(out, _report(of, records, interrupted))  # that this fails should be known before the work is done
-    print(f"{len(chosen)} checks on {of['device']}", flush=True)
+    _files.write(out, _report(about, records, interrupted))  # an unwritable file is an error before the work, not after
+    print(f"{len(chosen)} checks on {about['device']}", flush=True)
     try:
         for i, check in enumerate(chosen):
             _show_progress(f"[{i}/{len(chosen)}] {check.name}")
@@ -100,7 +100,7 @@ def run(device: str, chosen: Sequence[Check], out: Path) -> int:
     except KeyboardInterrupt:
         interrupted = True
     _show_progress("")
-    _files.write(out, _report(of, records, interrupted))
+    _files.write(out, _report(about, records, interrupted))
     failed = _failed(records)
     for record in failed:
         print(f"failed: {record['name']}: {record['message']}")
@@ -112,18 +112,18 @@ def run(device: str, chosen: Sequence[Check], out: Path) -> int:
 
 
 def perform(check: Check) -> Record:
-    """Its name, "passed" or "failed", the error that is nearest to its tolerance, or what was raised, and the time."""
+    """Runs one check. The record has its name, status, largest error relative to its tolerance, message and time."""
     start = time.perf_counter()
     record: Record = {"name": check.name, "status": "failed", "error": None, "tolerance": None, "message": ""}
     try:
         found = check.compare()
         worst = max(found.values(), key=_badness)
-    except Exception as error:  # whatever it is, the other checks go on
+    except Exception as error:  # the other checks still run
         record["message"] = f"{type(error).__name__}: {first_line(error)}"
         record["traceback"] = traceback.format_exc()[-2000:]
     else:
         record["status"] = "passed" if worst.close else "failed"
-        record["error"] = worst.error if math.isfinite(worst.error) else None  # JSON has no nan
+        record["error"] = worst.error if math.isfinite(worst.error) else None  # JSON has no NaN
         record["tolerance"] = worst.tolerance
         record["message"] = "; ".join(f"{what}: {comparison}" for what, comparison in found.items())
     record["seconds"] = round(time.perf_counter() - start, 4)
@@ -170,6 +170,8 @@ def _compare_problem(problem: Problem, form: str, transpose: bool, dtype: torch.
     assert all(t.dtype == dtype for t in actual), f"dtypes {[t.dtype for t in actual]}, not {dtype}"
     x, V = (t.detach().cpu().requires_grad_() for t in (x, V))
     expected = with_gradients(_defined(form, transpose), x, V)
+    if form == "compact":  # whose diagonal has signs, and a gradient that keeps them
+        actual = *actual[:2], actual[2].triu(1)
     return compare_all(tuple(t.detach().cpu() for t in actual), expected, _written_out(V, form))
 
 
@@ -184,7 +186,7 @@ def _defined(form: str, transpose: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _written_out(V: Tensor, form: str) -> Tensor:
-    """Reflectors of any form as full ones."""
+    """Converts reflectors of any form to full reflectors."""
     if form == "compact":
         return V.triu(1) + torch.eye(*V.shape, dtype=V.dtype, device=V.device)
     return V.triu() if form == "triangular" else V
@@ -194,7 +196,7 @@ def _name(start: str, form: str, transpose: bool, dtype: str) -> str:
     return f"{start}, {form}{', transpose' if transpose else ''}, {dtype}"
 
 
-# One size after another, by norms. Numbers are drawn that every dtype holds, so that all share one reference.
+# Each size, compared by norms. The numbers are exact in every dtype, so that all dtypes share one reference.
 
 
 def _of_sizes(device: str, dtypes: Sequence[str]) -> Iterator[Check]:
@@ -213,7 +215,7 @@ def _compare_size(d: int, rows: int, form: str, transpose: bool, dtype: torch.dt
 
 @functools.lru_cache(maxsize=1)
 def _size(d: int, rows: int, form: str, transpose: bool) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """x: (rows, d), V: (d, d), the gradient of the output, and what a step with these should give."""
+    """Returns x: (rows, d), V: (d, d), the gradient of the output, and the expected results of a step."""
     generator = torch.Generator().manual_seed(d + rows)
     x, V, g = (_rounded(torch.randn(n, d, dtype=torch.float64, generator=generator)) for n in (rows, d, rows))
     V.fill_diagonal_(1)  # without it the last triangular reflectors are short, and their gradients long
@@ -221,14 +223,14 @@ def _size(d: int, rows: int, form: str, transpose: bool) -> tuple[Tensor, Tensor
 
 
 def _rounded(t: Tensor) -> Tensor:
-    """To numbers that every dtype holds."""
+    """Rounds to values that every dtype represents exactly."""
     return t.to(torch.bfloat16).to(torch.float16).to(t.dtype)
 
 
 def _step(
     function: Callable[..., Tensor], arguments: Sequence[Tensor], g: Tensor, parameters: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """The output, and the gradients of the arguments and the parameters."""
+    """Returns the output and the gradients of the arguments and the parameters."""
     arguments = [t.detach().requires_grad_() for t in arguments]
     out = function(*arguments)
     return out.detach(), *torch.autograd.grad(out, [*arguments, *parameters], g)
@@ -237,7 +239,7 @@ def _step(
 def _compare_norms(
     tensors: dict[str, Tensor], g: Tensor, expected: Sequence[Tensor], actual: Sequence[Tensor]
 ) -> Comparisons:
-    """Errors in the Frobenius norm. A gradient may cancel, but not below the rounding of ‖output‖·‖g‖/‖tensor‖."""
+    """Compares in the Frobenius norm. A gradient may cancel, but not below the rounding of ‖output‖·‖g‖/‖tensor‖."""
     out, *gradients = expected
     size = out.norm() * g.norm()
     found = {"value": _relative(actual[0], out, out.norm())}
@@ -254,7 +256,7 @@ def _relative(actual: Tensor, expected: Tensor, scale: Tensor) -> Comparison:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """That of docs/precision.md: float32 computes where the dtype is smaller, and what comes out is rounded to it."""
+    """Tolerance of docs/precision.md: smaller dtypes compute in float32, and round the result."""
     computed = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
     return 64 * computed + 8 * torch.finfo(dtype).eps
 
@@ -281,7 +283,7 @@ def _compare_layer(kind: str, d: int, rows: int, bias: bool, dtype: torch.dtype,
 
 @functools.lru_cache(maxsize=1)
 def _layer(kind: str, d: int, rows: int, bias: bool) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, ...]]:
-    """The layer in float64 on the CPU, x, the gradient of the output, and what a step with these should give."""
+    """Returns the layer in float64 on the CPU, x, the gradient of the output, and the expected results of a step."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(d + rows)
         layer = perturbed(LAYERS[kind](d, bias=bias, init="identity", dtype=torch.float64))
@@ -301,7 +303,7 @@ def _trained(layer: nn.Module) -> list[nn.Parameter]:
 def _of_scales(device: str, dtypes: Sequence[str]) -> Iterator[Check]:
     dtype = torch.float32
     for scale, form, transpose in product(SCALES if "float32" in dtypes else (), FORMS, (False, True)):
-        problem = Problem("scaled", (7, 70), (70, 70), of_V=partial(torch.mul, other=scale))
+        problem = Problem("scaled", (7, 70), (70, 70), change_V=partial(torch.mul, other=scale))
         name = _name(f"V times {scale:g}", form, transpose, "float32")
         yield Check(name, partial(_compare_problem, problem, form, transpose, dtype, device))
 
@@ -312,7 +314,7 @@ def _of_orthogonality(device: str, dtypes: Sequence[str]) -> Iterator[Check]:
 
 
 def _orthogonality(d: int, dtype: torch.dtype, device: str) -> Comparisons:
-    """‖QᵀQ − I‖₁ / (d·eps)."""
+    """Compares ‖QᵀQ − I‖₁ / (d·eps) with LAPACK's threshold."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(d)
         layer = perturbed(LinearOrthogonal(d, d, bias=False, init="identity", dtype=torch.float64))

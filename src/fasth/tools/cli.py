@@ -25,7 +25,7 @@ _REPORT = Path("fasth-check.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, or 1 for a wrong answer, 2 for what makes no sense."""
+    """Runs one command and returns its exit code: 0, or 1 for a wrong answer, 2 for invalid options."""
     parser = argparse.ArgumentParser(
         prog="fasth", description="Orthogonal matrices that are trained by gradient descent."
     )
@@ -66,7 +66,7 @@ def _tune(options: argparse.Namespace) -> int:
     for d in options.d:
         try:
             found = tune(d, options.rows, dtype=getattr(torch, options.dtype), device=options.device)
-        except (ValueError, RuntimeError, AssertionError) as error:  # torch has its own for every device it lacks
+        except (ValueError, RuntimeError, AssertionError) as error:  # the type depends on the missing device
             return _refuse(str(error).splitlines()[0])
         entry = found.entry
         print(
@@ -80,7 +80,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from fasth.tools import check, device  # what no other command needs
+    from fasth.tools import check, device  # only this command needs them
 
     if options.threads < 1:
         return _refuse(f"--threads should be positive; got {options.threads}")
@@ -92,7 +92,7 @@ def _check(options: argparse.Namespace) -> int:
         if not chosen:
             return _refuse(f"no check has a name that contains {options.only!r}")
         return check.run(options.device, chosen, options.out)
-    except (ImportError, OSError, ValueError) as error:  # of the core, the file and the device
+    except (ImportError, OSError, ValueError) as error:  # from the core, the report's file and the device
         return _refuse(str(error))
 
 
@@ -104,7 +104,7 @@ def _refuse(reason: str) -> int:
 def _info(options: argparse.Namespace) -> int:
     try:
         found = describe()
-    except (ImportError, ValueError) as error:  # a core that does not load, or FASTH_ISA names one that is not here
+    except (ImportError, ValueError) as error:  # the core does not load, or FASTH_ISA names a level that is missing
         return _refuse(str(error))
     found["tuning"] = {
         "file": str(tuning_file.path()),

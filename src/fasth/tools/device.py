@@ -1,4 +1,4 @@
-"""The device that a command runs on: whether it is there, and what to write down of it."""
+"""The device of a command: whether it works, and its description for results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fasth.tools.environment import describe
 
 
 def require(device: str) -> None:
-    """Raises a ``ValueError`` of one line unless the device is there, and computes."""
+    """Raises a ``ValueError`` with a message of one line if the device is missing or does not compute."""
     try:
         torch.zeros(1, device=device).add_(1).item()
-    except Exception as error:  # torch has its own for every device it lacks
+    except Exception as error:  # the type of the error depends on the device
         raise ValueError(first_line(error)) from None
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """The machine, the core and the versions, to stand beside results; of a GPU its name and size, too."""
+    """Describes the machine, the core and the versions, and for a GPU its name and size, to store with results."""
     found = describe()
     found["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found["device"] = device
@@ -45,7 +45,7 @@ def _gpu(device: str) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """That of an installed package, which is not imported."""
+    """Returns the version of an installed package without importing it, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -53,6 +53,6 @@ def version(package: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; the name of its type where it says nothing."""
+    """Returns the first line of an error's message, or the name of its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -17,11 +17,11 @@ _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_
 
 
 def describe() -> dict[str, Any]:
-    """Everything that JSON can hold of what decides how fast this process computes.
+    """Describes, as values for JSON, everything that decides how fast this process computes.
 
-    ``core`` is the instruction set of the compiled core in use, "off" or "not built"; the levels are those that were
-    built and those that this machine has. ``kernels`` is where the Triton kernels serve: "cuda", "cpu" if they are
-    interpreted, "off", or "not installed" if Triton is not.
+    ``core`` is the instruction set of the compiled core in use, "off" or "not built". The levels are the instruction
+    sets that the core was built for and that this machine has. ``kernels`` is the device of the Triton kernels: "cuda",
+    "cpu" if they are interpreted, "off", or "not installed" if Triton is not installed.
     """
     core = core_module.core()
     built = [level for level in core_module.LEVELS if core_module._spec(level)]

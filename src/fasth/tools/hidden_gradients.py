@@ -81,9 +81,9 @@ def _norms(loss: Tensor, seen: dict[str, list[list[Tensor]]]) -> dict[str, Tenso
 
 
 class _Stepwise:
-    """Within it the layer takes one time step after the other, and its states are written down.
+    """Context in which a layer runs one time step at a time and records its states.
 
-    The output is taken from the states, so that their gradients include what reaches the loss through it.
+    The layer's output is computed from the recorded states, so their gradients include the path through the output.
     """
 
     def __init__(self, name: str, layer: Any, seen: dict[str, list[list[Tensor]]]) -> None:
@@ -118,7 +118,7 @@ def _called(name: str) -> str:
 
 
 class HiddenGradients(Mapping[str, Tensor]):
-    """‖∂L/∂h_t‖, (time,), by the name of the layer. ``print`` shows the first and the last."""
+    """Maps the name of each layer to ‖∂L/∂h_t‖, (time,). ``print`` shows the first and the last."""
 
     def __init__(self, norms: dict[str, Tensor]) -> None:
         self._norms = norms

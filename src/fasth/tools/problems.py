@@ -1,4 +1,4 @@
-"""The table of problems that every test of ``householder`` and ``fasth check`` run through, and how they compare."""
+"""The table of problems that all tests of ``householder`` and ``fasth check`` share, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Problem:
     x_shape: tuple[int, ...]
     V_shape: tuple[int, ...]
     block_size: int | None = None
-    # What is done to Gaussian x and V before use.
-    of_x: Callable[[Tensor], Tensor] = field(default=lambda x: x)
-    of_V: Callable[[Tensor], Tensor] = field(default=lambda V: V)
+    # Applied to Gaussian x and V.
+    change_x: Callable[[Tensor], Tensor] = field(default=lambda x: x)
+    change_V: Callable[[Tensor], Tensor] = field(default=lambda V: V)
 
     def draw(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-        """x and V, both wanting gradients, drawn in float64 and rounded to the dtype."""
+        """Draws x and V in float64 and rounds them to the dtype. Both require gradients."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
         x, V = (
             torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
             for shape in (self.x_shape, self.V_shape)
         )
-        return self.of_x(x).detach().requires_grad_(), self.of_V(V).detach().requires_grad_()
+        return self.change_x(x).detach().requires_grad_(), self.change_V(V).detach().requires_grad_()
 
 
 def zero_rows(V: Tensor) -> Tensor:
@@ -73,13 +73,13 @@ PROBLEMS = [
     Problem("batches that broadcast", (2, 1, 4, 6), (3, 5, 6), 2),
     Problem("empty batch", (0, 4, 6), (0, 5, 6), 2),
     Problem("empty batch of more rows", (0, 40, 23), (0, 12, 23)),
-    Problem("zero reflectors", (5, 8), (8, 8), 3, of_V=zero_rows),
-    Problem("all reflectors zero", (5, 8), (8, 8), 3, of_V=torch.zeros_like),
-    Problem("repeated reflectors", (5, 8), (8, 8), 4, of_V=lambda V: V[:1].expand(8, 8).clone()),
-    Problem("nearly parallel reflectors", (5, 24), (24, 24), 8, of_V=nearly_parallel),
-    Problem("strided columns", (5, 8), (8, 8), 3, of_x=every_other_column, of_V=every_other_column),
-    Problem("transposed", (5, 8), (8, 8), 3, of_x=lambda x: x.mT.clone().mT, of_V=lambda V: V.mT.clone().mT),
-    Problem("expanded", (1, 8), (8, 8), 3, of_x=lambda x: x.expand(5, 8), of_V=lambda V: V[:, :1].expand(8, 8)),
+    Problem("zero reflectors", (5, 8), (8, 8), 3, change_V=zero_rows),
+    Problem("all reflectors zero", (5, 8), (8, 8), 3, change_V=torch.zeros_like),
+    Problem("repeated reflectors", (5, 8), (8, 8), 4, change_V=lambda V: V[:1].expand(8, 8).clone()),
+    Problem("nearly parallel reflectors", (5, 24), (24, 24), 8, change_V=nearly_parallel),
+    Problem("strided columns", (5, 8), (8, 8), 3, change_x=every_other_column, change_V=every_other_column),
+    Problem("transposed", (5, 8), (8, 8), 3, change_x=lambda x: x.mT.clone().mT, change_V=lambda V: V.mT.clone().mT),
+    Problem("expanded", (1, 8), (8, 8), 3, change_x=lambda x: x.expand(5, 8), change_V=lambda V: V[:, :1].expand(8, 8)),
     Problem("wide", (33, 96), (40, 96), 16),
 ]
 
@@ -89,7 +89,7 @@ DIRECTIONS = [
 
 
 def from_definition(x: Tensor, V: Tensor, **direction: bool) -> Tensor:
-    """The definition in float64, taking a vector x with a batch of V as ``householder`` does."""
+    """Computes the definition in float64. As in ``householder``, x may be a vector while V is a batch."""
     if x.ndim == 1:
         return from_definition(x.unsqueeze(0), V, **direction).squeeze(-2)
     out = definition.householder(x.double(), V.double(), **direction)
@@ -101,7 +101,7 @@ def gradient_of(out: Tensor) -> Tensor:
 
 
 def with_gradients(function: Callable[..., Tensor], x: Tensor, V: Tensor, **options: object) -> tuple[Tensor, ...]:
-    """The value and both gradients, for a fixed random gradient of the output."""
+    """Returns the value and the gradients of x and V for a fixed random gradient of the output."""
     out = function(x, V, **options)
     g = gradient_of(out).to(x.dtype).to(out)
     gradients = torch.autograd.grad(out, (x, V), g, allow_unused=True)
@@ -110,7 +110,7 @@ def with_gradients(function: Callable[..., Tensor], x: Tensor, V: Tensor, **opti
 
 
 class Comparison(NamedTuple):
-    """The largest error, relative to the size of the numbers, and what rounding may make of it."""
+    """The largest error relative to the scale of the numbers, and the tolerance for rounding."""
 
     error: float
     tolerance: float
@@ -121,26 +121,27 @@ class Comparison(NamedTuple):
 
 
 def assert_close(actual: Tensor, expected: Tensor, scale: Tensor | float, r: int) -> None:
-    """Within 8 r roundings of numbers as large as ``scale``, after r reflections, and 8 r of the float64 reference.
+    """Asserts an error of at most 8 r eps after r reflections, relative to ``scale``; eps of both dtypes, added.
 
-    A number that large may be beyond the range of the dtype: then infinity is right too.
+    If ``scale`` is beyond the range of the dtype, infinity is accepted too.
     """
     comparison = compare(actual, expected, scale, r)
     assert comparison.close, str(comparison)
 
 
 def assert_all_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], V: Tensor) -> None:
-    """Value and gradients, each within rounding of its natural size.
+    """Asserts that the value and the gradients agree within rounding, each relative to its own scale.
 
-    Reflections keep lengths, so rows and their gradients have the length they came with. A reflector's gradient is a
-    sum of products of the two over its length: it can cancel, but not below their rounding.
+    Reflections preserve lengths, so the scale of the value and of the gradient of x is the length of the longest row. A
+    reflector's gradient is a sum of products of the two, divided by the reflector's length: it may cancel, but not
+    below the rounding of these products.
     """
     for what, comparison in compare_all(actual, expected, V).items():
         assert comparison.close, f"{what}: {comparison}"
 
 
 def compare(actual: Tensor, expected: Tensor, scale: Tensor | float, r: int) -> Comparison:
-    """What ``assert_close`` asks for."""
+    """Compares as ``assert_close`` does, and returns the error and the tolerance."""
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     beyond = actual.isinf() & (torch.as_tensor(scale, device=actual.device) > torch.finfo(actual.dtype).max)
     expected = torch.where(beyond, actual.to(expected.dtype), expected)
@@ -152,7 +153,7 @@ def compare(actual: Tensor, expected: Tensor, scale: Tensor | float, r: int) -> 
 
 
 def compare_all(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], V: Tensor) -> dict[str, Comparison]:
-    """What ``assert_all_close`` asks for, of the value and of each gradient that is given."""
+    """Compares as ``assert_all_close`` does: the value, and each gradient present in ``actual``."""
     r, V = V.shape[-2], V.detach().double()
     largest_row = [t.detach().double().norm(dim=-1).max().item() if t.numel() else 0.0 for t in expected[:2]]
     if expected[0].numel() > expected[1].numel() > 0:  # x was broadcast: a sum of gradients, which may cancel

@@ -1,4 +1,4 @@
-"""Timing calls in turns, so that all of them meet the same noise of the machine."""
+"""Times calls in turns, so that all of them are exposed to the same noise of the machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Timing:
 
     name: str
     what: str  # "step" or "forward"
-    status: str = "ok"  # or "stopped", by the time limit; or, without readings, "wrong", "failed", "too slow", …
+    status: str = "ok"  # "stopped": the time limit was reached; without readings: "wrong", "failed", "too slow", …
     note: str = ""
-    calls: int = 1  # in each reading
+    calls: int = 1  # number of calls in each reading
     readings: list[float] = field(default_factory=list)
 
     @property
@@ -36,22 +36,22 @@ class Timing:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation, as in the paper's error bars."""
+        """The standard deviation of the readings, as in the paper's error bars."""
         return statistics.pstdev(self.readings)
 
     def quantile(self, q: float) -> float:
-        """Between the readings by linear interpolation."""
+        """The q-quantile of the readings, by linear interpolation."""
         ordered = sorted(self.readings)
         position = q * (len(ordered) - 1)
         low = math.floor(position)
         return ordered[low] + (position - low) * (ordered[math.ceil(position)] - ordered[low])
 
     def ratio(self, yardstick: Timing) -> float:
-        """How many times the yardstick's time: the ratio of medians."""
+        """The median divided by the yardstick's median."""
         return self.median / yardstick.median
 
     def ratios(self, yardstick: Timing) -> list[float]:
-        """The ratio in each round that both took part in."""
+        """The ratio of readings in each round that both have."""
         return [mine / other for mine, other in zip(self.readings, yardstick.readings, strict=False)]
 
 
@@ -61,8 +61,8 @@ def compare(
     """Times calls in turns: one reading of each in every round.
 
     Args:
-        min_time: seconds that a reading lasts at least; fast calls are repeated until then.
-        time_limit: seconds for each call. One that needs more is stopped, after one reading at least, and marked.
+        min_time: the shortest reading in seconds; fast calls are repeated to reach it.
+        time_limit: seconds for each call. A slower one is stopped, after one reading at least, and marked.
     """
     turns = [Turn(Timing(name, "call"), call, device, min_time, time_limit) for name, call in calls.items()]
     take_turns(turns, rounds, lambda label: None)
@@ -80,7 +80,7 @@ def take_turns(turns: Sequence[Turn], rounds: int, advance: Callable[[str], None
 
 
 class Turn:
-    """What one method does when it is its turn."""
+    """The state of one method while methods are timed in turns."""
 
     def __init__(self, timing: Timing, call: Call, device: torch.device, min_time: float, time_limit: float) -> None:
         self.timing, self.call, self.device = timing, call, device
@@ -89,7 +89,7 @@ class Turn:
         self.settles = True
 
     def warm_up(self) -> None:
-        """Finds out how many calls make a reading."""
+        """Determines the number of calls in a reading."""
         if self.timing.status != "ok":
             return
         seconds = self._reading()
@@ -106,7 +106,7 @@ class Turn:
             timing.status, timing.note = "stopped", f"stopped at the time limit, after {len(timing.readings)} readings"
             return
         start = time.perf_counter()
-        if self.settles:  # the one before left its own data in the caches; to a slow one that makes no difference
+        if self.settles:  # refills the caches after the previous method; a slow method does not need it
             self.call()
         timing.readings.append(self._reading())
         self.time_left -= time.perf_counter() - start
@@ -128,7 +128,7 @@ class Turn:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Python's cycle collector would run inside some readings and not others."""
+    """Disables Python's cycle collector, which would run inside some readings and not others."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

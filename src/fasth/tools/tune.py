@@ -1,4 +1,4 @@
-"""``tune``: the best block size, and from how many rows on forming Q pays, measured on this machine."""
+"""``tune``: measures the best block size, and the number of rows from which forming Q is faster, on this machine."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from fasth.tools import timing
 __all__ = ["Tuned", "block_sizes", "tune"]
 
 _MOST_KERNEL_ROWS = 1 << 14
-_MOST_STATES = 1 << 30  # rows · d², of which the kernels keep a quarter in bytes for a moment in a backward pass
-_GAIN = 0.97  # another block size than the default should be faster by more than noise
+_MOST_STATES = 1 << 30  # rows · d²; the kernels' backward pass allocates a quarter of it in bytes
+_GAIN = 0.97  # a block size other than the default must be faster by more than noise
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found, and what it is worth."""
+    """The result of ``tune``: the entry that was stored, and the times with it and with the defaults."""
 
     entry: tuning_file.Entry
     default_block_size: int
     default_crossover: int
-    seconds: float  # of a training step with the block size that was found
-    default_seconds: float  # with the default
+    seconds: float  # of a training step with the block size of ``entry``
+    default_seconds: float  # of a training step with the default block size
 
 
 def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tuned:
-    """Finds the fastest block size for d reflections of d dimensions, and from how many rows on forming Q is faster.
+    """Finds the fastest block size for d reflections of d dimensions, and the number of rows from which to form Q.
 
-    The search of the paper's section 3.3, over sizes up to c√d and some beyond. With the number of threads that torch
-    has now. On a GPU also up to how many rows the kernels are the fastest. The library uses
-    the result from then on, in this process and in others: it is kept in ``FASTH_CACHE_DIR``, or the user's cache
-    folder, and is about speed alone. Under a second for d = 784.
+    This is the search of the paper's section 3.3, over sizes up to c√d and some beyond, with the current number of
+    threads. On a GPU it also finds up to how many rows the kernels are fastest. The result is stored in
+    ``FASTH_CACHE_DIR``, or the user's cache folder, and the library uses it from then on, in this process and in
+    others. It affects speed alone. Takes less than a second for d = 784.
 
     Args:
-        d: at least 2.
-        rows: the number of rows to find the block size for.
+        d: the number of dimensions, at least 2.
+        rows: the number of rows for which the block size is optimized.
     """
     if not isinstance(d, int) or isinstance(d, bool) or d < 2:
         raise ValueError(f"`d` should be an int of at least 2; got {d!r}")
@@ -65,7 +65,7 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
     generator = torch.Generator().manual_seed(d)
     V = torch.randn(d, d, generator=generator).triu().to(device, dtype).requires_grad_()
     backend = backend_for(V)
-    by_products = TORCH if backend == TRITON else backend  # what has a block size
+    by_products = TORCH if backend == TRITON else backend  # the kernels have no block size
     default = block_size_by_rule(d, device.type == "cpu", rows >= MANY_ROWS)
     times = _by_block_size(V, rows, by_products, default)
     best = min(times, key=lambda k: times[k])
@@ -94,13 +94,13 @@ def tune(d: int, rows: int = 32, *, dtype: torch.dtype = torch.float32, device: 
 
 
 def block_sizes(d: int, default: int | None = None) -> list[int]:
-    """Those to try: even splits into blocks of at most 4, 8, 16, 24, … 128, up to about 4√d, and the default."""
+    """Block sizes to try: even splits into blocks of at most 4, 8, 16, 24, … 128, up to about 4√d, and the default."""
     widest = [w for w in (4, 8, 16, 24, 32, 48, 64, 96, 128) if w <= max(32, 4 * math.sqrt(d))]
     return sorted({even_block_size(d, w) for w in widest} | {default or block_size_by_rule(d)})
 
 
 def _by_block_size(V: Tensor, rows: int, backend: str, default: int) -> dict[int, float]:
-    """Seconds of a training step, by block size."""
+    """Times a training step with each block size. Maps the block size to seconds."""
     sizes = block_sizes(len(V), default)
     calls = {str(k): _step(V, rows, _applied(V, k, backend)) for k in sizes}
     medians = _medians(calls, V.device, rounds=7, time_limit=0.03)
@@ -108,7 +108,7 @@ def _by_block_size(V: Tensor, rows: int, backend: str, default: int) -> dict[int
 
 
 def _kernels_are_right(V: Tensor, rows: int, k: int) -> bool:
-    """Whether the kernels' answer is that of the blocks, with a warning if not: a compiler may be wrong for one GPU."""
+    """Checks the kernels against the blocks, and warns if they differ: a compiler may be wrong for one GPU."""
     d = len(V)
     if d > LONGEST:
         return False
@@ -124,9 +124,9 @@ def _kernels_are_right(V: Tensor, rows: int, k: int) -> bool:
 
 
 def _limits(V: Tensor, k: int) -> tuple[int, int]:
-    """Up to how many rows the kernels are faster than blocks of k, and from how many on forming Q is faster than both.
+    """Finds up to how many rows the kernels are faster than blocks of k, and from how many rows forming Q is fastest.
 
-    Rows are doubled until Q is formed, or the kernels would take too much memory.
+    The number of rows is doubled until forming Q is fastest, or the kernels would take too much memory.
     """
     d = len(V)
     eye = torch.eye(d, dtype=V.dtype, device=V.device)
@@ -137,31 +137,32 @@ def _limits(V: Tensor, k: int) -> tuple[int, int]:
             "blocks": _step(V, number, _applied(V, k, TORCH)),
             "formed": _step(V, number, lambda x: x @ of_identity(eye)),
         }
-        if kernel_rows == number // 2:  # they were the faster ones so far
+        if kernel_rows == number // 2:  # the kernels have been faster so far
             calls["kernels"] = _step(V, number, apply)
-        of = {"kernels": math.inf, **_medians(calls, V.device, rounds=5, time_limit=0.03)}
-        if of["formed"] < min(of["kernels"], of["blocks"]):
+        medians = {"kernels": math.inf, **_medians(calls, V.device, rounds=5, time_limit=0.03)}
+        if medians["formed"] < min(medians["kernels"], medians["blocks"]):
             break
-        if of["kernels"] <= of["blocks"]:
+        if medians["kernels"] <= medians["blocks"]:
             kernel_rows = number
         number *= 2
     return kernel_rows, number
 
 
 def _agrees(V: Tensor, rows: int, one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> bool:
-    """Whether both make the same output and gradients of the same rows, to rounding. What cannot be run does not."""
+    """Whether both functions run and give the same output and gradients for the same rows, to rounding."""
     try:
         pairs = list(zip(_step(V, rows, one)(), _step(V, rows, other)(), strict=True))
-    except Exception:  # Triton has errors of its own
+    except Exception:  # Triton raises errors of its own types
         return False
     limit = 64 * math.sqrt(len(V)) * torch.finfo(torch.float32).eps + 8 * torch.finfo(V.dtype).eps
     return all(torch.dist(a.double(), b.double()) <= limit * b.double().norm() for a, b in pairs)
 
 
 def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
-    """The rows n at which n applied cost as much as Q formed and n multiplied by it: n = m · form / (apply − linear).
+    """Finds the number of rows n at which applying costs as much as forming Q: n = m · form / (apply − linear).
 
-    The latter two are timed with m rows, many enough to be proportional to them. Between d and four times the rule's.
+    Applying and multiplying by a formed Q are timed with m rows, enough for times proportional to m. The result is
+    limited to between d + 1 and four times the rule's number.
     """
     d = len(V)
     m = max(d, 512)
@@ -176,14 +177,14 @@ def _crossover(V: Tensor, k: int, backend: str, by_rule: float) -> int:
         "linear": _step(W, m, lambda x: F.linear(x, W)),
         "form": form,
     }
-    of = _medians(calls, V.device, rounds=3, time_limit=0.08)
-    saved = of["apply"] - of["linear"]
-    rows = m * of["form"] / saved if saved > 0 else math.inf
+    medians = _medians(calls, V.device, rounds=3, time_limit=0.08)
+    saved = medians["apply"] - medians["linear"]
+    rows = m * medians["form"] / saved if saved > 0 else math.inf
     return math.ceil(min(max(rows, d + 1), 4 * by_rule))
 
 
 def _applied(V: Tensor, k: int, backend: str, of_identity: bool = False) -> Callable[[Tensor], Tensor]:
-    """The reflections of V, in blocks of k on one backend, as a function of rows."""
+    """Returns the function that applies the reflections of V to rows, in blocks of k on one backend."""
 
     def apply(x: Tensor) -> Tensor:
         plan = plan_householder(x, V, TRIANGULAR, block_size=k, of_identity=of_identity, backend=backend)
@@ -193,7 +194,7 @@ def _applied(V: Tensor, k: int, backend: str, of_identity: bool = False) -> Call
 
 
 def _step(V: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """The function of Gaussian rows, and the gradients of these and of V."""
+    """Returns a training step: the function of Gaussian rows, and the gradients of the rows and of V."""
     generator = torch.Generator().manual_seed(rows)
     x, g = (torch.randn(rows, V.shape[1], generator=generator).to(V.device, V.dtype) for _ in range(2))
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Every layer straight from the definition, one reflection at a time: what its output and its gradients should be."""
+"""Reference weights and outputs of every layer, from the definition: one reflection at a time."""
 
 from __future__ import annotations
 
@@ -12,45 +12,58 @@ from fasth.nn.held_weight import HeldWeight, held_weights
 from fasth.reflections import definition
 
 
+def definition_svd(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: str, signs: Tensor | None = None) -> Tensor:
+    """W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ: (n, m), differentiable; arguments as in ``functional.svd_linear``."""
+    U, sigma, V = _full_factors(U, sigma, V, form, signs)
+    Q_U, Q_V = (_orthogonal(side)[:, : len(sigma)] for side in (U, V))
+    return Q_U * sigma @ Q_V.mT
+
+
 def definition_weight(layer: Any) -> Tensor:
-    """The weight of a layer that has one, or a held weight, as a matrix, W: (n, m), differentiable."""
-    U, sigma, V = _factors(layer)
-    U_columns, V_columns = (_orthogonal(side)[:, : len(sigma)] for side in (U, V))
-    return U_columns @ torch.diag(sigma) @ V_columns.mT
+    """Computes the weight of a layer with one weight, or of a held weight, as a matrix, W: (n, m), differentiable."""
+    return definition_svd(*_held_factors(layer))
 
 
 def definition_linear(layer: Any, x: Tensor) -> Tensor:
-    """x Wᵀ + bias, differentiable; for few rows less work than forming W.  x: (rows, m) → (rows, n)."""
-    U, sigma, V = _factors(layer)
+    """Computes x Wᵀ + bias, differentiable, without forming W.  x: (rows, m) → (rows, n)."""
+    U, sigma, V = _full_factors(*_held_factors(layer))
     inner = definition.householder(x, V, transpose=True)[:, : len(sigma)] * sigma
     out = definition.householder(F.pad(inner, (0, U.shape[1] - len(sigma))), U)
     return out if layer.bias is None else out + layer.bias
 
 
-def _factors(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """U: (·, n), sigma: (k,) and V: (·, m) with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ, reflectors in full."""
+def _held_factors(layer: Any) -> tuple[Tensor, Tensor | None, Tensor | None, str, Tensor | None]:
+    """Returns the arguments of ``definition_svd`` for a layer with one weight, or a held weight."""
     (held,) = (layer,) if isinstance(layer, HeldWeight) else held_weights(layer)
-    full, (n, m) = held.form == "full", held.shape
-    if held.spectrum is None:
-        signs = signs_on_diagonal(held.U) if held.signs is None else held.signs
-        Q, none = _in_full(held.U, full), held.U.new_zeros(0, len(signs))
-        return (none, signs, Q) if n < m else (Q, signs, none)
-    sigma = held.singular_values
-    if held.V is held.U:  # symmetric: the signs of both sides cancel
-        U = _in_full(held.U, full)
-        return U, sigma, U
-    if held.V is None:
-        U, V, signs = held.U.mT, held.U, signs_on_diagonal(held.U)
-    else:
-        U, V = held.U, held.V
-        signs = signs_on_diagonal(U) * signs_on_diagonal(V) if held.signs is None else held.signs.prod(0)
-    return _in_full(U, full), sigma * signs, _in_full(V, full)
+    if held.spectrum is not None:
+        return held.U, held.singular_values, held.V, held.form, None if held.V is held.U else held.signs
+    n, m = held.shape
+    none = held.U.new_zeros(0, min(n, m))  # no reflectors: the identity
+    return (none, None, held.U, held.form, held.signs) if n < m else (held.U, None, none, held.form, held.signs)
 
 
-def _in_full(V: Tensor, full: bool) -> Tensor:
-    """Compact reflectors with the ones on the diagonal that they leave out."""
+def _full_factors(
+    U: Tensor, sigma: Tensor | None, V: Tensor | None, form: str, signs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns full reflectors U: (·, n) and V: (·, m), and sigma: (k,) times all signs."""
+    signed = [] if form != "compact" else [U] if V is None else [U, V]
+    U, V = (U.mT, U) if V is None else (U, V)
+    k = min(U.shape[1], V.shape[1]) if sigma is None else len(sigma)
+    sigma = U.new_ones(k) if sigma is None else sigma
+    for side in signed:
+        on_diagonal = signs_on_diagonal(side)[:k]
+        sigma = sigma * F.pad(on_diagonal, (0, k - len(on_diagonal)), value=1.0)
+    if signs is not None:
+        sigma = sigma * signs.reshape(-1, k).prod(0)
+    return _in_full(U, form), sigma, _in_full(V, form)
+
+
+def _in_full(V: Tensor, form: str) -> Tensor:
+    """Converts reflectors of any form to full ones: compact ones have ones on the diagonal."""
+    if form != "compact":
+        return V if form == "full" else V.triu()
     d = V.shape[1]
-    return V if full else V[:d].triu(1) + torch.eye(min(V.shape), d, dtype=V.dtype, device=V.device)
+    return V[:d].triu(1) + torch.eye(min(V.shape), d, dtype=V.dtype, device=V.device)
 
 
 def _orthogonal(V: Tensor) -> Tensor:
@@ -63,7 +76,7 @@ def signs_on_diagonal(reflectors: Tensor) -> Tensor:
 
 
 def perturbed(layer: nn.Module, size: float = 0.3) -> Any:
-    """The layer with Gaussian numbers added to its parameters: a point such as training would reach."""
+    """Adds Gaussian numbers to the layer's parameters in place: a point such as training would reach."""
     with torch.no_grad():
         for name, p in layer.named_parameters():
             if not name.endswith("signs"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# A fused multiply-add rounds once where a product and a sum round twice. The compiler does not fuse alike for all
+# threads that hold copies of one number, so the copies would differ, and which one is stored would be left open.
+FUSE = False
+
 BLOCK = 16  # reflections with one T; tl.dot takes no less, and IEEE products of 64 spill
 STEP = 8  # reflections in a step of the sweep; with 16 and 8 warps all of Y goes through shared memory
 GROUP = 32  # reflections whose gradient one program finds
@@ -15,6 +19,12 @@ DEFAULT_REGISTERS = 128
 FACTORS_WARPS = 4
 GRADIENT_WARPS = 8  # 4 spill on sm_75
 SUMS_WARPS = 4
+
+LARGEST_STATE = 256  # numbers in a state of a recurrence
+SEQUENCES = 16  # that one program takes through all times
+STATE_SLICE = 16  # numbers of a state that are multiplied at a time; 32 spill
+STATE_TILE = 128  # numbers of the next state that they give; 256 compile for minutes
+STATE_WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
 
 
 def columns_held(d: int) -> int:

@@ -42,20 +42,20 @@ def load_reflectors(V, i, j, first, r, d, row_stride, col_stride, FORM: tl.const
 
 
 @triton.jit
-def signs_of(diagonal, stride, j, mask):
-    """1 or −1, by the sign bits of the entries j of a diagonal: −0 is negative."""
-    bits = tl.load(diagonal + j.to(tl.int64) * stride, mask=mask, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
+def signs_of(SIGNS, stride, j, mask):
+    """1 or −1, by the sign bits of the entries j, on a diagonal or in a row: −0 is negative."""
+    bits = tl.load(SIGNS + j.to(tl.int64) * stride, mask=mask, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -1.0, 1.0)
 
 
 @triton.jit
-def signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, mask, U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr):
+def signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, mask, U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr):
     """The signs that sigma_j is multiplied by, of one side of the weight, of both, or of none."""
     sign = tl.full(j.shape, 1.0, tl.float32)
     if U_SIGNED:
-        sign *= signs_of(U_DIAGONAL, U_stride, j, mask)
+        sign *= signs_of(U_SIGNS, U_signs_stride, j, mask)
     if V_SIGNED:
-        sign *= signs_of(V_DIAGONAL, V_stride, j, mask)
+        sign *= signs_of(V_SIGNS, V_signs_stride, j, mask)
     return sign
 
 
@@ -76,7 +76,7 @@ def factors(
     """T: (B, blocks, K, K) of every block of V: (B, r, d), and the power of two that each reflector is multiplied by.
 
     One program a block. Its columns are read twice, BD at a time: for the largest entries, and for the Gram matrix.
-    T is found by halves, as in ``blocked.triangular_factors``.
+    T is found by halves, as in ``blocked.triangular_T``.
     """
     block, batch = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     V += batch * batch_stride
@@ -145,8 +145,9 @@ def write_row(a, bias, OUT, COPY, row, j, columns, mask, HAS_COPY: tl.constexpr)
 @triton.jit(do_not_specialize=["m", "m2"])
 def sweep(
     X, X2, OUT, COPY, V, SCALE, T, Z, STATES,
-    SIGMA, U_DIAGONAL, V_DIAGONAL, BIAS,
-    m, m2, r, d, x_columns, x_stride, out_columns, blocks, batch_stride, row_stride, col_stride, U_stride, V_stride,
+    SIGMA, U_SIGNS, V_SIGNS, BIAS,
+    m, m2, r, d, x_columns, x_stride, out_columns, blocks, batch_stride, row_stride, col_stride,
+    U_signs_stride, V_signs_stride,
     LAST_FIRST: tl.constexpr, FORM: tl.constexpr,
     K: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     OF_IDENTITY: tl.constexpr, RECORD: tl.constexpr, SCALED: tl.constexpr, HAS_SIGMA: tl.constexpr,
@@ -180,7 +181,7 @@ def sweep(
         given = j < x_columns
         factor = tl.full([D], 1.0, tl.float32)
         if SCALED:
-            factor = signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, given, U_SIGNED, V_SIGNED)
+            factor = signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, given, U_SIGNED, V_SIGNED)
             if HAS_SIGMA:
                 factor *= tl.load(SIGMA + j, mask=given, other=0.0).to(tl.float32)
         X += batch * m * x_stride
@@ -289,8 +290,8 @@ def gradient(
 
 @triton.jit(do_not_specialize=["m"])
 def sums_over_rows(
-    G, G_INNER, INNER, U_DIAGONAL, V_DIAGONAL, DSIGMA, DBIAS,
-    m, n, k, inner_stride, U_stride, V_stride,
+    G, G_INNER, INNER, U_SIGNS, V_SIGNS, DSIGMA, DBIAS,
+    m, n, k, inner_stride, U_signs_stride, V_signs_stride,
     U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, NEEDS_SIGMA: tl.constexpr, NEEDS_BIAS: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +307,7 @@ def sums_over_rows(
             mask = (p < m) & (j < k)[None, :]
             g = tl.load(G_INNER + p * k + j[None, :], mask=mask, other=0.0)
             total += tl.sum(g * tl.load(INNER + p * inner_stride + j[None, :], mask=mask, other=0.0), 0)
-        total *= signs(U_DIAGONAL, V_DIAGONAL, U_stride, V_stride, j, j < k, U_SIGNED, V_SIGNED)
+        total *= signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, j < k, U_SIGNED, V_SIGNED)
         tl.store(DSIGMA + j, stored(total, DSIGMA), mask=j < k)
     if NEEDS_BIAS:
         total = tl.zeros([BD], tl.float32)

@@ -6,8 +6,7 @@ gradient are found again from the output: section 6 of ``reflections/README.md``
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +28,17 @@ from fasth.reflections.triton.configurations import (
     chunk,
     columns_held,
 )
+from fasth.reflections.triton.launching import launched
+from fasth.reflections.triton.recurrence import recurrence, recurrence_backward
 
-# Each is told of every launch: the kernel, its options, its arguments. For counts, and to compile what would be
-# launched. On the meta device that is all that happens.
-observers: list[Callable[[Any, dict[str, int], dict[str, Any]], None]] = []
+__all__ = [
+    "householder",
+    "householder_backward",
+    "recurrence",
+    "recurrence_backward",
+    "svd_linear",
+    "svd_linear_backward",
+]
 
 
 class Side(NamedTuple):
@@ -45,25 +51,26 @@ class Side(NamedTuple):
 
 
 class Sigma(NamedTuple):
-    """What rows are multiplied by between the two sides: (k,), or ones, and the diagonals that have its signs."""
+    """What rows are multiplied by between the two sides: (k,), or ones, and up to two vectors that have its signs."""
 
     values: Tensor | None
     k: int
-    diagonals: tuple[Tensor | None, Tensor | None]  # of U and V: reflectors, as matrices
+    signs: tuple[tuple[Tensor | None, int], tuple[Tensor | None, int]]  # where each begins, and its stride
 
     def arguments(self) -> dict[str, Any]:
-        U, V = self.diagonals
+        (U, U_stride), (V, V_stride) = self.signs
         return {
-            "U_DIAGONAL": U,
-            "V_DIAGONAL": V,
-            "U_stride": 0 if U is None else U.stride(0) + U.stride(1),
-            "V_stride": 0 if V is None else V.stride(0) + V.stride(1),
+            "U_SIGNS": U,
+            "V_SIGNS": V,
+            "U_signs_stride": U_stride,
+            "V_signs_stride": V_stride,
             "U_SIGNED": U is not None,
             "V_SIGNED": V is not None,
         }
 
 
-NO_SIGMA = Sigma(None, 0, (None, None))
+NO_SIGNS = None, 0
+NO_SIGMA = Sigma(None, 0, (NO_SIGNS, NO_SIGNS))
 
 
 def householder(x: Tensor, V: Tensor, plan: Plan) -> list[Tensor]:
@@ -98,15 +105,21 @@ def householder_backward(
 
 
 def svd_linear(
-    x: Tensor, U: Tensor, sigma: Tensor | None, V: Tensor | None, bias: Tensor | None, plan: Plan
+    x: Tensor,
+    U: Tensor,
+    sigma: Tensor | None,
+    V: Tensor | None,
+    bias: Tensor | None,
+    plan: Plan,
+    signs: Tensor | None = None,
 ) -> list[Tensor]:
     """x Wᵀ + bias; then what is saved: x Q_V, x Wᵀ, and T and the scales of each side.  x: (*, m) → (*, n).
 
-    x Q_V and x Wᵀ are float32, whatever the dtype.
+    x Q_V and x Wᵀ are float32, whatever the dtype. ``signs``: (1, k) or (2, k), of full reflectors' columns.
     """
     of_U, of_V = _sides(U, V, plan.form)
     n, m = of_U.V.shape[-1], of_V.V.shape[-1]
-    scaling = _sigma(U, sigma, V, plan.form, min(n, m))
+    scaling = _sigma(U, sigma, V, plan.form, min(n, m), signs)
     rows = _rows(x, of_V.V[0])
     inner = rows.new_empty(rows.shape, dtype=torch.float32)
     out = rows.new_empty(1, rows.shape[1], n)
@@ -130,6 +143,7 @@ def svd_linear_backward(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
     plan: Plan,
+    signs: Tensor | None = None,
 ) -> list[Tensor | None]:
     """The gradients of x, U, sigma, V and the bias, each None where it is not needed.
 
@@ -141,7 +155,7 @@ def svd_linear_backward(
     inner, *products = saved[:factors]
     of_U, of_V = _sides(U, V, plan.form, saved[factors:])
     n, m = of_U.V.shape[-1], of_V.V.shape[-1]
-    scaling = _sigma(U, sigma, V, plan.form, min(n, m))
+    scaling = _sigma(U, sigma, V, plan.form, min(n, m), signs)
     rows, inner = _rows(g, of_U.V[0]), inner.contiguous()
     train_U, train_V = needs_U and len(of_U.V[0]) > 0, (needs_U if V is None else needs_V) and len(of_V.V[0]) > 0
     g_inner = rows.new_empty(1, rows.shape[1], scaling.k, dtype=torch.float32)
@@ -192,12 +206,16 @@ def _sides(U: Tensor, V: Tensor | None, form: int, saved: Sequence[Tensor] = ())
     return of_V if V is U else factored(reflectors_U, form, *saved[2:]), of_V
 
 
-def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, most: int) -> Sigma:
-    def diagonal(t: Tensor | None) -> Tensor | None:
-        return t if form == COMPACT and t is not None and len(t) else None
-
+def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, most: int, signs: Tensor | None) -> Sigma:
+    """``signs``: (1, k) or (2, k). Compact reflectors have them on their diagonals."""
+    found: list[tuple[Tensor | None, int]] = []
+    if signs is not None:
+        found = [(row, row.stride(0)) for row in signs.unbind(0)]
+    elif form == COMPACT:
+        found = [(t, sum(t.stride())) for t in (U, V) if t is not None and len(t)]
+    first, second = [*found, NO_SIGNS, NO_SIGNS][:2]
     values = None if sigma is None else sigma.contiguous()
-    return Sigma(values, most if values is None else len(values), (diagonal(U), diagonal(V)))
+    return Sigma(values, most if values is None else len(values), (first, second))
 
 
 def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None = None) -> Side:
@@ -209,7 +227,7 @@ def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None
     blocks = -(-_used(V, form) // BLOCK)
     T = V.new_empty(B, blocks, BLOCK, BLOCK, dtype=torch.float32)
     scale = V.new_empty(B, blocks * BLOCK, dtype=torch.float32)
-    _launch(
+    launched(
         kernels.factors,
         B * blocks,
         {"num_warps": FACTORS_WARPS},
@@ -263,7 +281,7 @@ def sweep(
         recorded = Recorded(Z, states)
     scaled = sigma is not NO_SIGMA
     D = columns_held(d)
-    _launch(
+    launched(
         kernels.sweep,
         B * -(-total // 2),
         {"num_warps": SWEEP_WARPS[D], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
@@ -319,7 +337,7 @@ def gradient(
     if recorded is None:  # no reflectors
         return
     of_dV = {f"dv_{name}": stride for name, stride in _strides(dV).items()}
-    _launch(
+    launched(
         kernels.gradient,
         B * -(-r // GROUP) * -(-d // chunk(d)),
         {"num_warps": GRADIENT_WARPS},
@@ -356,7 +374,7 @@ def sums_over_rows(
     if not (needs_sigma or needs_bias):
         return None, None
     BD = chunk(max(n, k))
-    _launch(
+    launched(
         kernels.sums_over_rows,
         -(-max(n, k) // BD),
         {"num_warps": SUMS_WARPS},
@@ -392,15 +410,3 @@ def _used(V: Tensor, form: int) -> int:
 
 def _strides(V: Tensor) -> dict[str, int]:
     return dict(zip(("batch_stride", "row_stride", "col_stride"), V.stride(), strict=True))
-
-
-def _launch(kernel: Any, programs: int, options: dict[str, int], **arguments: Any) -> None:
-    for observer in observers:
-        observer(kernel, options, arguments)
-    first = next(t for t in arguments.values() if isinstance(t, Tensor))
-    if torch.version.hip:  # it has no such option
-        options = {name: value for name, value in options.items() if name != "maxnreg"}
-    if programs and not first.is_meta:
-        with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-            # Fused, a product would be rounded in one lane of a sum and not in the other, and copies of the sum differ.
-            kernel[(programs,)](**arguments, **options, enable_fp_fusion=False)

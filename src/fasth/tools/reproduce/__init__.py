@@ -6,16 +6,16 @@ Nothing in the library imports this package. The order of its files:
     printed.py     FastH once more, as the paper prints it
     methods.py     every method in one form: the baselines, fasth's own, the other libraries
     operations.py  the four matrix operations of the paper's Table 1, as methods
-    layers.py      layers of this library beside those of torch.nn, as methods
+    layers.py      layers of this library and of torch.nn, as methods
     timing.py      the one place that verifies and times a method
-    memory.py      the most memory that a step takes
-    counts.py      what a step would ask of a GPU, counted on the meta device
-    tasks.py       what an experiment consists of, and its records
+    memory.py      the peak memory of a step
+    counts.py      the launches, operations and bytes of a step on a GPU, counted on the meta device
+    tasks.py       the tasks of an experiment, and their records
     experiments.py the paper's experiments and ours, as data
-    runner.py      runs them, writes down each task before the next, goes on from what is there
+    runner.py      runs the experiments, stores each task's records, and resumes an interrupted run
     tables.py      records as tables
     figures.py     records as figures
-    report.py      the page with all of it
+    report.py      the HTML page with tables and figures
     options.py     the options of ``fasth reproduce``
     command.py     ``fasth reproduce``
 """

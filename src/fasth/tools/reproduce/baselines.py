@@ -1,8 +1,8 @@
 """The algorithms that the paper compares, as it describes them, each a differentiable function of x: (m, d) and V.
 
 The paper's vectors are columns and ours are rows, so its X, A and ∂L/∂A appear transposed here. Its W and Y have a
-reflector in each column and ours in each row. Reflectors are scaled to the length √2 first: then H = I − uuᵀ, and the
-factors 2/‖v‖² of the paper are gone. x Qᵀ with Q = H₁⋯H_r is what all of the Householder algorithms return.
+reflector in each column and ours in each row. Reflectors are scaled to the length √2 first: then H = I − uuᵀ, without
+the paper's 2/‖v‖². All Householder algorithms return x Qᵀ with Q = H₁⋯H_r.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fasth(x: Tensor, V: Tensor, k: int | None = None) -> Tensor:
 
 
 def fasthpp(x: Tensor, V: Tensor, width: int | None = 32) -> Tensor:
-    """x Qᵀ by blocks that merging makes.  O(r·d·(width + m)) with O(r/width + log width) steps in sequence.
+    """x Qᵀ by blocks that are made by merging pairs.  O(r·d·(width + m)), O(r/width + log width) steps in sequence.
 
     FastH++, which the authors added to their code after the paper. Two neighbours I + WᵀY, as the paper's Lemma 1 has
     them but for the sign, multiply to one of twice the width:
@@ -75,13 +75,13 @@ def cayley(x: Tensor, V: Tensor) -> Tensor:
 
 
 def skew(V: Tensor) -> Tensor:
-    """A = striu(V) − striu(V)ᵀ: what the exponential and the Cayley map make orthogonal."""
+    """A = striu(V) − striu(V)ᵀ, the argument of the exponential and the Cayley map."""
     upper = V.triu(1)
     return upper - upper.mT
 
 
 def _scaled(V: Tensor) -> tuple[Tensor, Tensor]:
-    """Reflectors of length √2, and the factors (r, 1) that made them so. Zero reflectors stay zero."""
+    """Scales reflectors to length √2. Returns them and the scales, (r, 1). Zero reflectors stay zero."""
     length = torch.linalg.vector_norm(V, dim=-1, keepdim=True)
     zero = length == 0
     scale = torch.where(zero, 0, math.sqrt(2) / torch.where(zero, 1, length))
@@ -100,10 +100,10 @@ class _Sequential(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. (A_hat) and (back_v), the output being unwound as its gradient goes back: no state is kept.
+        """Eq. (A_hat) and (back_v). The states are recomputed from the output, so none is saved.
 
-        With s = Âⱼu and t = gu, (back_v) is Σ sₗ g'ₗ − tₗ aₗ, where a = Âⱼ₊₁ = Âⱼ − suᵀ and g' = g − tuᵀ are what the
-        reflection makes of Âⱼ and g: the first term of (back_v) has g, and its third turns that into g'.
+        With s = Âⱼu and t = gu, (back_v) is Σ sₗ g'ₗ − tₗ aₗ, where a = Âⱼ₊₁ = Âⱼ − suᵀ and g' = g − tuᵀ are the
+        reflections of Âⱼ and g: the first term of (back_v) has g, and its third turns g into g'.
         """
         A, U, scale = ctx.saved_tensors
         m = len(A)
@@ -151,7 +151,7 @@ class _FastH(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Algorithm 2. Step 1 takes the gradient through one block after another, step 2 is in ``_step_2``."""
+        """Algorithm 2. Step 1 goes back through one block after another, step 2 is in ``_step_2``."""
         Y, W, scale, *A = ctx.saved_tensors
         G = [g]
         for Yi, Wi in zip(Y.unbind(), W.unbind(), strict=True):
@@ -163,7 +163,7 @@ class _FastH(torch.autograd.Function):
 def _lemma_1(Y: Tensor) -> Tensor:
     """W with I − WᵀY = H₁⋯H_k in each block of Y: (n, k, d), by k Householder multiplications in sequence.
 
-    Multiplying by one reflection more, H(I − WᵀY), makes W to HW and appends the reflector to both.
+    One more reflection, H(I − WᵀY), changes W to HW and appends the reflector to both.
     """
     W = Y.clone()
     for j in reversed(range(Y.shape[1] - 1)):
@@ -173,9 +173,9 @@ def _lemma_1(Y: Tensor) -> Tensor:
 
 
 def _step_2(Y: Tensor, A: list[Tensor], G: list[Tensor]) -> Tensor:
-    """Step 2 of Algorithm 2 for all blocks at once: each one's output A and gradient G to the gradient of Y: (n, k, d).
+    """Step 2 of Algorithm 2 for all blocks at once: from each block's output A and gradient G to ∂Y: (n, k, d).
 
-    The equations are those of ``_Sequential.backward``, u now being the j-th reflector of every block.
+    The equations are the same as in ``_Sequential.backward``; u is the j-th reflector of every block.
     """
     n, k, d = Y.shape
     m = len(A[0])
@@ -232,7 +232,7 @@ class _FastHpp(torch.autograd.Function):
 
 
 def _pairs(t: Tensor, level: int) -> tuple[Tensor, Tensor]:
-    """The first and the second of each pair of neighbours 2^level rows wide.  (r, d) → (n, 2^level, d) each."""
+    """Splits t into pairs of neighbours of 2^level rows.  (r, d) → (n, 2^level, d) each."""
     first, second = t.view(-1, 2, 1 << level, t.shape[-1]).unbind(1)
     return first, second
 

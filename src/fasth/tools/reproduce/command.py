@@ -1,4 +1,4 @@
-"""``fasth reproduce``, given its options."""
+"""Runs ``fasth reproduce``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fasth.tools.reproduce.timing import environment
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, writes everything down, and returns 0; 1 if an answer was wrong; 2 for what cannot be done."""
+    """Measures, writes the results, and returns 0; 1 if an answer was wrong; 2 for invalid options."""
     console = Console(stderr=True)
     try:
         device.require(options.device)
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What to type to run it again."""
+    """Returns the command line that repeats a run."""
     words = ["fasth", "reproduce", "--full" if options.full else "--quick"]
     words += ["--device", options.device, "--dtype", options.dtype, "--threads", str(torch.get_num_threads())]
     for name in ("only", "sizes", "repetitions", "time_limit"):
@@ -82,7 +82,7 @@ def _refuse(reason: str) -> int:
 
 
 def show(table: tables.Table) -> None:
-    """Prints it."""
+    """Prints a table."""
     shown = Table(title=table.title, title_justify="left", caption=table.note, caption_justify="left")
     for i, column in enumerate(table.columns):
         shown.add_column(column, justify="right" if i else "left")

@@ -1,6 +1,6 @@
-"""What a step would ask of a GPU: kernels, the longest chain of them, operations and bytes.
+"""Counts the kernels of a step on a GPU, their longest chain, operations and bytes.
 
-Nothing is run or timed. A step is traced on the meta device, where tensors have shapes and no numbers.
+Nothing is run or timed. A step is traced on the meta device, where tensors have shapes and no values.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ aten = torch.ops.aten
 
 @dataclass
 class Count:
-    launches: int = 0  # operations that do work: a kernel each, at least
-    depth: int = 0  # the longest chain of them in which each needs the one before: what no GPU can do side by side
-    operations: int = 0  # floating point
-    bytes: int = 0  # read and written, as if nothing stayed in a cache
-    library: set[str] = field(default_factory=set)  # decompositions: one launch here, and many in truth
+    launches: int = 0  # operations that do work, each at least one kernel
+    depth: int = 0  # the longest chain of dependent launches, which no GPU can overlap
+    operations: int = 0  # floating-point operations
+    bytes: int = 0  # bytes read and written, as if nothing stayed in a cache
+    library: set[str] = field(default_factory=set)  # decompositions: counted as one launch, many in fact
 
 
 def count(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count:
-    """Of one training step: the output and the gradients of x and of all parameters, each (d, d) or (d,)."""
-    case = method.build(1, rows, dtype, "cpu", torch.Generator().manual_seed(0))  # for its function; d comes now
+    """Counts one training step: the output and the gradients of x and of all parameters, each (d, d) or (d,)."""
+    case = method.build(1, rows, dtype, "cpu", torch.Generator().manual_seed(0))  # only its function is used
     shapes = [(rows, d), *((d,) * t.ndim for t in case.tensors[1:])]
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
     gradient = torch.empty(rows, d, dtype=dtype, device="meta")
@@ -45,7 +45,7 @@ def count(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32)
 
 
 def by_kernels(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count | None:
-    """``count`` where the Triton kernels serve; None where they do not: without Triton, or for longer rows."""
+    """``count`` with the Triton kernels; None where they do not apply: without Triton, or for longer rows."""
     if find_spec("triton") is None or d > LONGEST or dtype == torch.float64:
         return None
     with counting_kernels():
@@ -54,13 +54,13 @@ def by_kernels(method: Method, d: int, rows: int, dtype: torch.dtype = torch.flo
 
 @contextmanager
 def observed() -> Iterator[list[str]]:
-    """The names of all operations and kernels that a GPU would be given within it, in their order."""
+    """Yields a list to which the names of all operations and kernels within the context are appended, in order."""
     with _Counter() as counter:
         yield counter.names
 
 
 def continued(method: Method, d: int, rows: int, dtype: torch.dtype = torch.float32) -> Count:
-    """``count`` of a method without blocks: from three small sizes, since its numbers are of degree two in d."""
+    """``count`` of a method without blocks, extrapolated from three small sizes: its numbers are of degree two in d."""
     step = 8
     if d % step:
         return count(method, d, rows, dtype)
@@ -75,17 +75,17 @@ def continued(method: Method, d: int, rows: int, dtype: torch.dtype = torch.floa
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up every operation that is not a mere view, allocation or question.
+    """Counts every operation that is not a view, an allocation or a query.
 
-    Depth belongs to memory, not to tensors, so that views and writing in place count: whoever reads memory comes after
-    all that was written there.
+    Depth is a property of memory, not of tensors, so that views and writes in place count: an operation that reads
+    memory comes after all operations that wrote there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = Count()
         self.names: list[str] = []
-        self.depths: dict[int, tuple[Any, int]] = {}  # with the storage itself, so that its address stays its own
+        self.depths: dict[int, tuple[Any, int]] = {}  # holds the storage, so that its address is not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -101,21 +101,21 @@ class _Counter(TorchDispatchMode):
 
     def __enter__(self) -> _Counter:
         if find_spec("triton"):
-            from fasth.reflections.triton import launch
+            from fasth.reflections.triton import launching
 
-            launch.observers.append(self._launch)
+            launching.observers.append(self._launch)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if find_spec("triton"):
-            from fasth.reflections.triton import launch
+            from fasth.reflections.triton import launching
 
-            launch.observers.remove(self._launch)
+            launching.observers.remove(self._launch)
 
     def _launch(self, kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> None:
-        """A launch of a Triton kernel, of which the dispatcher knows nothing."""
+        """Counts the launch of a Triton kernel, which the dispatcher does not see."""
         written = [t for name, t in arguments.items() if name in _WRITTEN[kernel.__name__] and t is not None]
         read = [t for name, t in arguments.items() if isinstance(t, Tensor) and name not in _WRITTEN[kernel.__name__]]
         operations, reflectors = _KERNELS[kernel.__name__](arguments)
@@ -153,7 +153,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _read(func: Any, args: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs whose numbers are used. What is only written over, as ``out`` or by a copy, is not."""
+    """Returns the inputs whose values are read. Tensors that are only overwritten, as ``out`` or by a copy, are not."""
     if func.overloadpacket in _OVERWRITES:
         return list(inputs[1:])
     names = [a.name for a in func._schema.arguments if a.is_write and a.kwarg_only]
@@ -174,7 +174,7 @@ def _lu(A: Tensor) -> int:
 
 
 def _exponential(A: Tensor) -> int:
-    """Five products to degree 18 and, for a norm of up to about ten, three squarings. Its derivative is one of 2 d."""
+    """Five products to degree 18 and, for a norm up to about ten, three squarings. The derivative has size 2 d."""
     return 16 * A.shape[-1] ** 3
 
 
@@ -203,22 +203,24 @@ _LIBRARY: dict[Any, Callable[..., int]] = {
 
 
 def _operations(func: Any, args: Any, outputs: Sequence[Tensor]) -> int:
-    """Exact for products; one for each number of the result elsewhere."""
+    """Counts floating-point operations: exact for products, one per number of the result elsewhere."""
     formula = _PRODUCTS.get(func.overloadpacket) or _LIBRARY.get(func.overloadpacket)
     return formula(*args) if formula else math.prod(outputs[0].shape)
 
 
-# The Triton kernels: which of their arguments are written, their operations, and how many numbers of V they read.
+# For each Triton kernel: the arguments that it writes, its operations, and how many numbers of V it reads.
 _WRITTEN = {
     "factors": {"T", "SCALE"},
     "sweep": {"OUT", "COPY", "Z", "STATES"},
     "gradient": {"DV"},
     "sums_over_rows": {"DSIGMA", "DBIAS"},
+    "recurrence": {"OUT"},
+    "recurrence_backward": {"DX", "DH0"},
 }
 
 
 def _stored(a: dict[str, Any], used: int) -> int:
-    """Numbers of V that stand for reflectors: all, or those right of the diagonal."""
+    """How many numbers of V hold reflectors: all, or those right of the diagonal."""
     return len(a["V"]) * (used * a["d"] - (0 if a["FORM"] == FULL else used * (used - 1) // 2))
 
 
@@ -232,10 +234,15 @@ def _of_sweep(a: dict[str, Any]) -> tuple[int, int]:
     return rows * (4 * a["r"] * a["d"] + 2 * a["K"] * a["r"]) * len(a["V"]), rows * _stored(a, a["r"])
 
 
-def _of_gradient(a: dict[str, Any]) -> tuple[int, int]:
-    """Zᵀ g and Rᵀ O over the rows, N Y, and Zᵀ R, which each tile of columns computes again."""
+def _gradient(a: dict[str, Any]) -> tuple[int, int]:
+    """Zᵀ g and Rᵀ O over the rows, N Y, and Zᵀ R, which every tile of columns recomputes."""
     r, d, B, tiles = a["used"], a["d"], len(a["V"]), -(-a["d"] // a["BD"])
     return B * (4 * a["m"] * r * d + 2 * a["GROUP"] * r * (d + a["m"] * tiles)), _stored(a, r)
+
+
+def _of_recurrence(a: dict[str, Any]) -> tuple[int, int]:
+    """And the cache serves W, which every step reads."""
+    return 2 * a["times"] * a["batch"] * a["h"] ** 2, 0
 
 
 def _of_sums(a: dict[str, Any]) -> tuple[int, int]:
@@ -245,6 +252,8 @@ def _of_sums(a: dict[str, Any]) -> tuple[int, int]:
 _KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "factors": _of_factors,
     "sweep": _of_sweep,
-    "gradient": _of_gradient,
+    "gradient": _gradient,
     "sums_over_rows": _of_sums,
+    "recurrence": _of_recurrence,
+    "recurrence_backward": _of_recurrence,
 }

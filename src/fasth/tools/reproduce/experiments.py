@@ -25,8 +25,8 @@ from fasth.tools.reproduce.methods import (
     Method,
     compact,
     compact_product,
+    from_function,
     full,
-    of,
     product,
     triangular,
     triangular_product,
@@ -43,7 +43,7 @@ PAPERS_GRID = [64 * i for i in range(1, 49)]
 class Experiment:
     name: str
     title: str
-    place: str  # in the paper
+    place: str  # the figure, table or section of the paper
     tasks: Sequence[Task]
 
 
@@ -56,7 +56,7 @@ class Grid:
     step: Sequence[int]
     operations: Sequence[int]
     block_size: Sequence[int]
-    block_sizes: int | None  # how many to try of 2 … 2⌈√d⌉; None tries all
+    block_sizes: int | None  # the number of block sizes to try in 2 … 2⌈√d⌉; None tries all
     rows: Sequence[int]
     numbers_of_rows: Sequence[int]
     memory: Sequence[int]
@@ -64,7 +64,7 @@ class Grid:
     counts: Sequence[int]
 
     def at(self, sizes: Sequence[int]) -> Grid:
-        """The same with these d everywhere."""
+        """Replaces the sizes d of every experiment."""
         return Grid(
             rounds=self.rounds,
             time_limit=self.time_limit,
@@ -116,7 +116,7 @@ def experiments(grid: Grid) -> list[Experiment]:
             "Figure 3",
             [_together(d, ROWS, [LINEAR, COMPACT, FULL, *BASELINES]) for d in grid.step],
         ),
-        *(_of_operation(operation, grid) for operation in operations.OPERATIONS),
+        *(_operation(operation, grid) for operation in operations.OPERATIONS),
         Experiment(
             "block-size",
             "The block size k",
@@ -154,7 +154,7 @@ def _together(d: int, rows: int, methods: Sequence[Method], label: str = "") -> 
     return InTurns(label or f"d = {d}", [Entry(method, d, rows) for method in methods])
 
 
-def _of_operation(operation: operations.Operation, grid: Grid) -> Experiment:
+def _operation(operation: operations.Operation, grid: Grid) -> Experiment:
     methods = operations.methods(operation)
     if operation.name != "inverse":  # the paper's figure has one curve for each algorithm, too
         methods = [method for method in methods if method.name not in ("sequential", "parallel")]
@@ -178,9 +178,11 @@ def _block_sizes(d: int, number: int | None) -> InTurns:
 
 def _with_block_size(k: int) -> list[Method]:
     return [
-        of(COMPACT.name, partial(functional.reflect, form="compact", block_size=k), compact, compact_product),
-        of(FULL.name, partial(functional.householder, block_size=k), full, product),
-        of("FastH", partial(baselines.fasth, k=k), full, product),
+        from_function(
+            COMPACT.name, partial(functional.reflect, form="compact", block_size=k), compact, compact_product
+        ),
+        from_function(FULL.name, partial(functional.householder, block_size=k), full, product),
+        from_function("FastH", partial(baselines.fasth, k=k), full, product),
     ]
 
 
@@ -195,8 +197,8 @@ def _materialised(x: Tensor, V: Tensor) -> Tensor:
 
 CHOICES = [
     LINEAR,
-    of("applied", _applied, triangular, triangular_product),
-    of("materialised", _materialised, triangular, triangular_product),
+    from_function("applied", _applied, triangular, triangular_product),
+    from_function("materialised", _materialised, triangular, triangular_product),
     TRIANGULAR,
 ]
 

@@ -1,4 +1,4 @@
-"""The figures, all in one style: a colour, a marker and a line for each method, told apart without the colour too."""
+"""The figures, all in one style. Each method has a colour, a marker and a line, so that colour is not needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fasth.tools.reproduce.tasks import Record
 
 
 class Style(NamedTuple):
-    color: str  # of Okabe and Ito, chosen to be told apart by colour-blind readers, and two more
+    color: str  # from Okabe and Ito's palette for colour-blind readers, and two more
     marker: str
     line: str = "-"
 
@@ -65,20 +65,20 @@ RC: Any = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5.5,
     "svg.fonttype": "path",
-    "svg.hashsalt": "fasth",  # the same figure is the same file
+    "svg.hashsalt": "fasth",  # equal figures give equal files
 }
 
 
 @dataclass(frozen=True)
 class Drawing:
-    name: str  # of its files
+    name: str  # the name of its files
     caption: str
     draw: Callable[[dict[str, Any]], Figure]
-    experiments: tuple[str, ...]  # it is drawn if there are records of one of these
+    experiments: tuple[str, ...]  # drawn if one of these has records
 
 
 def drawn(results: dict[str, Any]) -> Iterator[tuple[Drawing, dict[str, bytes]]]:
-    """Each figure that there are records for, as the contents of its files by their ending: png and svg."""
+    """Draws each figure that has records. Maps the endings png and svg to the contents of its files."""
     for drawing in DRAWINGS:
         if any(select(results, experiment) for experiment in drawing.experiments):
             with matplotlib.rc_context(RC):
@@ -99,7 +99,7 @@ def _figure(columns: int = 1, rows: int = 1, height: float = 3.9) -> tuple[Figur
 
 
 def _curve(axes: Axes, records: Sequence[Record], x: str = "d", name: str = "") -> None:
-    """Mean times in ms with a band of one standard deviation. Hollow: stopped at the limit; cross: too slow beyond."""
+    """Mean times in ms with a band of one standard deviation. Hollow: stopped at the limit; cross: too slow."""
     timed = [r for r in records if r["mean"]]
     if not timed:
         return
@@ -124,12 +124,12 @@ def _curve(axes: Axes, records: Sequence[Record], x: str = "d", name: str = "") 
 
 
 def _every(records: Sequence[Record]) -> int:
-    """A marker at each size, or at every sixth of the paper's whole grid."""
+    """Puts a marker at each size, or at every sixth of the paper's whole grid."""
     return max(1, len(records) // 8)
 
 
 def _sizes(axes: Axes, sizes: Sequence[float], label: str) -> None:
-    """A log axis with the sizes that were measured as its ticks, as many as there is room for."""
+    """Makes a log axis with the measured sizes as ticks, as many as fit."""
     axes.set_xscale("log", base=2)
     shown, last = [], 0.0
     for size in sorted(set(sizes)):
@@ -150,12 +150,12 @@ def _times(axes: Axes, label: str = "time of a step, ms") -> None:
 
 
 def _legend(axes: Axes, records: Sequence[Record], **options: Any) -> None:
-    """Of the curves, and of the marks that occur."""
+    """Draws the legend of the curves, and of the marks that occur."""
     if any(r["status"] == "stopped" for r in records):
         axes.plot([], [], "o", color="#555555", markerfacecolor="white", label="hollow: stopped at the time limit")
     if any(r["status"] == "too slow" for r in records):
         axes.plot([], [], "x", color="#555555", markersize=8, label="× : too slow beyond")
-    if axes.get_legend_handles_labels()[0]:  # there are none if no answer was right
+    if axes.get_legend_handles_labels()[0]:  # empty if no answer was right
         axes.legend(**({"loc": "center left", "bbox_to_anchor": (1.01, 0.5)} | options))
 
 
@@ -178,10 +178,10 @@ def _running_time(results: dict[str, Any]) -> Figure:
 def _relative_improvement(results: dict[str, Any]) -> Figure:
     figure, (axes,) = _figure()
     records = select(results, "step")
-    of = by(records, "name", "d")
+    found = by(records, "name", "d")
     sizes = unique(records, "d")
     for name in [n for n in unique(records, "name") if n not in (OURS, LINEAR.name)]:
-        ratios = {d: ratio(of.get((name, d)), of.get((OURS, d))) for d in sizes}
+        ratios = {d: ratio(found.get((name, d)), found.get((OURS, d))) for d in sizes}
         known = [d for d in sizes if not math.isnan(ratios[d])]
         if not known:
             continue
@@ -232,16 +232,16 @@ def _block_size(results: dict[str, Any]) -> Figure:
     for axes in panels[len(sizes) :]:
         axes.remove()
     for axes, d in zip(panels, sizes, strict=False):
-        of_size = [r for r in records if r["d"] == d]
-        _curves(axes, of_size, "k", "block size k")
+        own = [r for r in records if r["d"] == d]
+        _curves(axes, own, "k", "block size k")
         axes.set_title(f"d = {d}, 32 rows")
-        for name in unique(of_size, "name"):
-            best = min((r for r in of_size if r["name"] == name and r["mean"]), key=lambda r: r["mean"], default=None)
+        for name in unique(own, "name"):
+            best = min((r for r in own if r["name"] == name and r["mean"]), key=lambda r: r["mean"], default=None)
             if best:
                 axes.plot(best["k"], best["mean"] * 1e3, "o", markersize=13, markerfacecolor="none",
                           color=STYLES[name].color)  # fmt: skip
         axes.plot([], [], "o", markersize=9, markerfacecolor="none", color="#555555", label="the fastest k")
-        _legend(axes, of_size, **({} if len(sizes) == 1 else {"loc": "upper right", "bbox_to_anchor": None}))
+        _legend(axes, own, **({} if len(sizes) == 1 else {"loc": "upper right", "bbox_to_anchor": None}))
     return figure
 
 
@@ -252,15 +252,15 @@ def _rows(results: dict[str, Any]) -> Figure:
     for axes in panels[len(sizes) :]:
         axes.remove()
     for axes, d in zip(panels, sizes, strict=False):
-        of_size = [r for r in records if r["d"] == d]
-        _curves(axes, of_size, "rows", "rows")
+        own = [r for r in records if r["d"] == d]
+        _curves(axes, own, "rows", "rows")
         axes.set_title(f"d = {d}, triangular reflectors")
-        _legend(axes, of_size, loc="upper left", bbox_to_anchor=None)
+        _legend(axes, own, loc="upper left", bbox_to_anchor=None)
     return figure
 
 
 def _bars(axes: Axes, records: Sequence[Record], value: str, form: Callable[[float], str], scale: float = 1.0) -> None:
-    """Horizontal bars, the smallest on top, each with its value; ours in our colour."""
+    """Draws horizontal bars with their values, the smallest on top; fasth's in its own colour."""
     ordered = sorted((r for r in records if r[value]), key=lambda r: -r[value])
     if not ordered:
         axes.text(0.5, 0.5, "nothing above zero was measured", ha="center", transform=axes.transAxes)

@@ -1,11 +1,11 @@
-"""Layers of this library and those of ``torch.nn`` that they replace, as methods."""
+"""Layers of this library, and the layers of ``torch.nn`` that they replace, as methods."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 import fasth
-from fasth.tools.reproduce.methods import Function, of_module, product, unit
+from fasth.tools.reproduce.methods import Function, from_module, product, unit
 
 
 def _dense(x: Tensor, W: Tensor, bias: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def _dense(x: Tensor, W: Tensor, bias: Tensor) -> Tensor:
 
 
 def _svd(x: Tensor, reflectors: Tensor, sigma: Tensor) -> Tensor:
-    """x Wᵀ with W held as ``LinearSVD`` holds it, by the definition."""
+    """x Wᵀ by the definition, with W in the form that ``LinearSVD`` stores."""
     U, V = (unit(side) for side in (reflectors.mT, reflectors))
     return product(product(x, V, transpose=True) * (_signs(reflectors) * sigma), U)
 
@@ -35,6 +35,6 @@ def _linear_orthogonal(d: int, N: Tensor) -> tuple[nn.Module, Function]:
     return layer, lambda x, reflectors, bias: product(x * _signs(reflectors), unit(reflectors)) + bias
 
 
-NN_LINEAR = of_module("nn.Linear", _linear)
-LINEAR_SVD = of_module("LinearSVD", _linear_svd)
-LINEAR_ORTHOGONAL = of_module("LinearOrthogonal", _linear_orthogonal)
+NN_LINEAR = from_module("nn.Linear", _linear)
+LINEAR_SVD = from_module("LinearSVD", _linear_svd)
+LINEAR_ORTHOGONAL = from_module("LinearOrthogonal", _linear_orthogonal)

@@ -1,8 +1,8 @@
-"""The most memory that a step takes on top of its input, its parameters and the gradient of its output.
+"""The peak memory of a step, on top of its input, its parameters and the gradient of its output.
 
-On a CPU the operating system is asked, which sees what every library allocates: each step runs in a process of its own,
-forked before anything was computed, with an allocator that gives freed memory back. Linux only. On a GPU torch is
-asked, which knows what its own allocator gives out.
+On a CPU the operating system measures it, which sees the allocations of every library: each step runs in a process of
+its own, forked before anything was computed, with an allocator that returns freed memory. Linux only. On a GPU torch
+measures it, which sees its own allocator.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from fasth.tools.device import first_line
 from fasth.tools.reproduce.methods import METHODS, Case
 
-# Blocks of more than so many bytes are the process's own while in use, and the system's again when freed.
+# Blocks above these sizes in bytes are mapped one by one, and returned to the system when freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 _STATUS = Path("/proc/self/status")
 
 
 class Peak(NamedTuple):
-    """What one method takes."""
+    """The peak memory of one method."""
 
-    status: str  # "ok", "failed" or, where it cannot be measured, "not measured"
+    status: str  # "ok", "failed", or "not measured" on systems where it cannot be
     note: str = ""
     bytes: int | None = None
 
@@ -39,7 +39,7 @@ def available(device: str) -> bool:
 
 
 def peaks(names: Sequence[str], d: int, rows: int, dtype: str, device: str, threads: int) -> dict[str, Peak]:
-    """The peak of each of ``METHODS``. One that fails does not keep the others from being measured."""
+    """Measures the peak of each of these ``METHODS``. If one fails, the others are still measured."""
     if not available(device):
         return dict.fromkeys(names, Peak("not measured"))
     if device != "cpu":
@@ -67,7 +67,7 @@ def _build(name: str, d: int, rows: int, dtype: str, device: str) -> Case:
 
 
 def _on_cuda(name: str, d: int, rows: int, dtype: str, device: str) -> int:
-    """Above what is allocated after a small step, in which cuBLAS takes a workspace that it keeps."""
+    """Measures the peak above the memory allocated after a small step, which allocates cuBLAS's workspace."""
     _build(name, 8, rows, dtype, device).step()
     case = _build(name, d, rows, dtype, device)
     torch.cuda.synchronize(device)
@@ -79,14 +79,14 @@ def _on_cuda(name: str, d: int, rows: int, dtype: str, device: str) -> int:
 
 
 def _on_cpu(name: str, d: int, rows: int, dtype: str) -> int:
-    """Above what the process has after a small step, which loads and sets up what there is to set up."""
+    """Measures the peak above the memory of the process after a small step, which loads and sets up libraries."""
     _build(name, 8, rows, dtype, "cpu").step()
     return peak(_build(name, d, rows, dtype, "cpu").step)
 
 
 def peak(step: Callable[[], object]) -> int:
-    """How many bytes more this process has at most while it does the step."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    """Measures by how many bytes this process grows at most during the step."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the recorded peak
     before = _status("VmRSS")
     step()
     return max(0, _status("VmHWM") - before)
@@ -98,7 +98,7 @@ def _status(field: str) -> int:
 
 
 def _forked(function: Callable[[], int]) -> Peak:
-    """What the function measures in a process of its own."""
+    """Runs the function in a forked process and returns its result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -116,7 +116,7 @@ def _forked(function: Callable[[], int]) -> Peak:
 
 def _main(names: str, d: str, rows: str, dtype: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
-    gc.freeze()  # a collection would copy what the children share with this process
+    gc.freeze()  # a collection would copy the memory that the children share with this process
     found = {name: _forked(lambda: _on_cpu(name, int(d), int(rows), dtype)) for name in json.loads(names)}  # noqa: B023
     print(json.dumps(found))
 

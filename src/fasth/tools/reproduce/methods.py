@@ -1,6 +1,6 @@
 """Every method in one form, so that each can be verified and timed in the same way.
 
-A ``Method`` builds a ``Case``: the method at one size, with input, parameters and the gradient of the output in place.
+A ``Method`` builds a ``Case``: the method at one size, with its input, parameters and the gradient of the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fasth.tools.reproduce import baselines, printed
 
 Function = Callable[..., Tensor]  # of x: (rows, d) and the method's parameters
 
-_FEW = 2**24  # numbers in all states of x that autograd may keep
+_FEW = 2**24  # autograd may save this many numbers for the states of x
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,24 @@ class Case:
     """One method at one size."""
 
     name: str
-    tensors: tuple[Tensor, ...]  # x: (rows, d), then the parameters. All take gradients.
-    gradient: Tensor  # of the output, (rows, d): Gaussian, as in the paper's supplement
-    function: Function  # of the tensors
-    obvious: Function  # the same function, written slowly and plainly
-    slack: float = 1.0  # how much more rounding than usual is in the nature of the method
+    tensors: tuple[Tensor, ...]  # x: (rows, d), then the parameters. All require gradients.
+    gradient: Tensor  # gradient of the output, (rows, d): Gaussian, as in the paper's supplement
+    function: Function  # called with the tensors
+    obvious: Function  # the same function, written in the simplest way
+    slack: float = 1.0  # multiplies the tolerance, for methods that round more
 
     def step(self) -> tuple[Tensor, ...]:
-        """The output and the gradients of all tensors: what is timed as a training step."""
+        """Computes the output and the gradients of all tensors. This is timed as a training step."""
         out = self.function(*self.tensors)
         return out, *torch.autograd.grad(out, self.tensors, self.gradient)
 
     def forward(self) -> Tensor:
-        """The output alone."""
+        """Computes the output without gradients."""
         with torch.no_grad():
             return self.function(*self.tensors)
 
     def reference(self) -> tuple[Tensor, ...]:
-        """What ``step`` should return, from the obvious function in float64 on the CPU."""
+        """Computes the expected result of ``step`` by the obvious function in float64 on the CPU."""
         tensors = [t.detach().cpu().double().requires_grad_() for t in self.tensors]
         out = self.obvious(*tensors)
         return out.detach(), *torch.autograd.grad(out, tensors, self.gradient.cpu().double())
@@ -70,8 +70,8 @@ class Method:
 def product(x: Tensor, V: Tensor, *, transpose: bool = False, triangular: bool = False) -> Tensor:
     """x Qᵀ, or x Q if ``transpose``, by the definition: one reflection at a time.
 
-    Autograd keeps a state of x for each reflection. Where that is too much memory, ``baselines.sequential`` takes the
-    definition's place, which keeps none. With more rows than d, Q is formed the same way, which is less work.
+    Autograd saves a state of x for each reflection. Where that takes too much memory, ``baselines.sequential`` replaces
+    the definition and saves none. With more rows than d, Q is formed the same way, which is less work.
     """
     rows, d = x.shape
     if rows > d:
@@ -98,8 +98,8 @@ def cayley(A: Tensor) -> Tensor:
     return (I - A) @ torch.linalg.inv(I + A)
 
 
-# torch's derivative of exp(A) is the exponential of a larger matrix that holds the gradient too. Scaling that one down
-# to size and squaring it up again rounds more: in float32, d = 64 keeps four digits of seven.
+# torch's derivative of exp(A) is the exponential of a larger matrix that contains the gradient too. Scaling and
+# squaring that matrix rounds more: in float32, four digits of seven are left for d = 64.
 EXPONENTIAL_SLACK = 50.0
 
 # Parameters, drawn from a Gaussian matrix N: (d, d).
@@ -118,21 +118,21 @@ def triangular(N: Tensor) -> Tensor:
 
 
 def compact(N: Tensor) -> Tensor:
-    """The same with ones on the diagonal, which are the signs of columns."""
+    """``triangular`` with ones on the diagonal, which are the signs of columns."""
     return unit(triangular(N))
 
 
 def unit(V: Tensor) -> Tensor:
-    """Compact reflectors as triangular ones: the signs on the diagonal replaced by ones."""
+    """Converts compact reflectors to triangular ones: ones replace the signs on the diagonal."""
     return V.triu(1) + torch.eye(len(V), dtype=V.dtype, device=V.device)
 
 
 def rotation(N: Tensor) -> Tensor:
-    """For a skew A: angles of up to about two radians, neither near the identity nor several turns around."""
+    """Scales N for a skew A with angles up to about two radians: not near the identity, and no full turns."""
     return N / math.sqrt(len(N))
 
 
-def of(
+def from_function(
     name: str,
     function: Function,
     parameters: Callable[[Tensor], Tensor | tuple[Tensor, ...]],
@@ -141,7 +141,7 @@ def of(
     requires: str | None = None,
     slack: float = 1.0,
 ) -> Method:
-    """A method that is a function of x and of what ``parameters`` makes of a Gaussian matrix: (d, d)."""
+    """Makes a method from a function of x and parameters, which ``parameters`` makes from a Gaussian matrix: (d, d)."""
 
     def build(d: int, rows: int, dtype: torch.dtype, device: str, generator: torch.Generator) -> Case:
         x, gradient, N = _draw(d, rows, generator)
@@ -153,18 +153,18 @@ def of(
     return Method(name, build, requires)
 
 
-def of_module(
+def from_module(
     name: str,
     make: Callable[[int, Tensor], tuple[nn.Module, Function]],
     *,
     requires: str | None = None,
     slack: float = 1.0,
 ) -> Method:
-    """A method that is a module with its own parameters. ``make`` sets these and returns the obvious function too."""
+    """Makes a method from a module. ``make`` returns the module with its parameters set, and the obvious function."""
 
     def build(d: int, rows: int, dtype: torch.dtype, device: str, generator: torch.Generator) -> Case:
         x, gradient, N = _draw(d, rows, generator)
-        # The initial values of modules come from the global generator, which is left as it was.
+        # Modules draw initial values from the global generator, whose state is restored.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(generator.initial_seed())
             module, obvious = make(d, N)
@@ -176,12 +176,12 @@ def of_module(
 
 
 def _draw(d: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the gradient of the output, and N, in this order for all methods: one seed, one problem."""
+    """Draws x, the gradient of the output, and N, in the same order for all methods: one problem per seed."""
     x, gradient, N = (torch.randn(n, d, generator=generator) for n in (rows, rows, d))
     return x, gradient, N
 
 
-# The other libraries, each as its documentation says to use it.
+# The other libraries, each used as its documentation says.
 
 
 def _torch(orthogonal_map: str) -> Callable[[int, Tensor], tuple[nn.Module, Function]]:
@@ -238,13 +238,13 @@ def _product_applied(x: Tensor, V: Tensor) -> Tensor:
 
 
 def _columns(V: Tensor) -> tuple[Tensor, Tensor]:
-    """Compact reflectors as LAPACK takes them, in columns, and τ = 2/‖v‖², which depends on them."""
+    """Converts compact reflectors to LAPACK's columns, and computes τ = 2/‖v‖², differentiable."""
     columns = V.triu(1).mT
     return columns, 2 / (1 + columns.square().sum(0))
 
 
 class _Output(nn.Module):
-    """An nflows transform without its log-determinant."""
+    """Drops the log-determinant of an nflows transform."""
 
     def __init__(self, transform: nn.Module) -> None:
         super().__init__()
@@ -261,16 +261,16 @@ def _nflows_sequence(d: int, N: Tensor) -> tuple[nn.Module, Function]:
 
 
 def _nflows_svd(d: int, N: Tensor) -> tuple[nn.Module, Function]:
-    """W = U Σ Vᵀ: two orthogonal matrices, so twice the work. It wants an even number of reflections."""
+    """W = U Σ Vᵀ: two orthogonal matrices, so twice the work. It requires an even number of reflections."""
     layer = importlib.import_module("nflows.transforms").SVDLinear(d, d + d % 2)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
 
     def obvious(x: Tensor, *parameters: Tensor) -> Tensor:
-        of = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
-        x = product(x, of["orthogonal_2.q_vectors"], transpose=True)
-        x = x * (layer.eps + F.softplus(of["unconstrained_diagonal"]))
-        return product(x, of["orthogonal_1.q_vectors"], transpose=True) + of["bias"]
+        named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
+        x = product(x, named["orthogonal_2.q_vectors"], transpose=True)
+        x = x * (layer.eps + F.softplus(named["unconstrained_diagonal"]))
+        return product(x, named["orthogonal_1.q_vectors"], transpose=True) + named["bias"]
 
     return _Output(layer), obvious
 
@@ -285,44 +285,44 @@ def compact_product(x: Tensor, V: Tensor) -> Tensor:
 
 triangular_product = _triangular(product)
 
-LINEAR = of("F.linear", F.linear, full, lambda x, W: x @ W.mT)
-COMPACT = of("fasth, compact", partial(reflect, form="compact"), compact, compact_product)
-TRIANGULAR = of("fasth, triangular", _triangular(fasth.householder), triangular, triangular_product)
-FULL = of("fasth, full", fasth.householder, full, product)
+LINEAR = from_function("F.linear", F.linear, full, lambda x, W: x @ W.mT)
+COMPACT = from_function("fasth, compact", partial(reflect, form="compact"), compact, compact_product)
+TRIANGULAR = from_function("fasth, triangular", _triangular(fasth.householder), triangular, triangular_product)
+FULL = from_function("fasth, full", fasth.householder, full, product)
 
 BASELINES = [
-    of("sequential", baselines.sequential, full, product),
-    of("parallel", baselines.parallel, full, product),
-    of("FastH", baselines.fasth, full, product),
-    of("FastH++", baselines.fasthpp, full, product),
-    of(
+    from_function("sequential", baselines.sequential, full, product),
+    from_function("parallel", baselines.parallel, full, product),
+    from_function("FastH", baselines.fasth, full, product),
+    from_function("FastH++", baselines.fasthpp, full, product),
+    from_function(
         "exponential",
         baselines.exponential,
         rotation,
         lambda x, V: F.linear(x, exponential(baselines.skew(V))),
         slack=EXPONENTIAL_SLACK,
     ),
-    of("Cayley", baselines.cayley, rotation, lambda x, V: F.linear(x, cayley(baselines.skew(V)))),
+    from_function("Cayley", baselines.cayley, rotation, lambda x, V: F.linear(x, cayley(baselines.skew(V)))),
 ]
 
-PRINTED = of("FastH, as printed", printed.fasth, full, product)
+PRINTED = from_function("FastH, as printed", printed.fasth, full, product)
 
 PEERS = [
-    of_module("torch matrix_exp", _torch("matrix_exp"), slack=EXPONENTIAL_SLACK),
-    of_module("torch cayley", _torch("cayley")),
-    of_module("torch householder", _torch("householder")),
-    of("torch.linalg.householder_product", _product_formed, compact, compact_product),
-    of("torch.ormqr", _product_applied, compact, compact_product),
-    of_module("geotorch", _geotorch, requires="geotorch", slack=EXPONENTIAL_SLACK),
-    of(
+    from_module("torch matrix_exp", _torch("matrix_exp"), slack=EXPONENTIAL_SLACK),
+    from_module("torch cayley", _torch("cayley")),
+    from_module("torch householder", _torch("householder")),
+    from_function("torch.linalg.householder_product", _product_formed, compact, compact_product),
+    from_function("torch.ormqr", _product_applied, compact, compact_product),
+    from_module("geotorch", _geotorch, requires="geotorch", slack=EXPONENTIAL_SLACK),
+    from_function(
         "torch-householder",
         _torch_householder,
         lambda N: triangular(N).mT,
         lambda x, columns: product(x, columns.mT),
         requires="torch_householder",
     ),
-    of_module("nflows HouseholderSequence", _nflows_sequence, requires="nflows"),
-    of_module("nflows SVDLinear", _nflows_svd, requires="nflows"),
+    from_module("nflows HouseholderSequence", _nflows_sequence, requires="nflows"),
+    from_module("nflows SVDLinear", _nflows_svd, requires="nflows"),
 ]
 
 METHODS = {method.name: method for method in (LINEAR, COMPACT, TRIANGULAR, FULL, *BASELINES, PRINTED, *PEERS)}

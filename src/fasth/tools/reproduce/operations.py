@@ -1,7 +1,7 @@
-"""The four matrix operations of Table 1: by their standard methods on a dense W, and by its factors.
+"""The four matrix operations of Table 1: by standard methods on a dense W, and by the factors of W.
 
-What is timed is the operation, the forward pass and the gradients of everything: section 4.2 of the paper, and its
-supplement, "Using the SVD to Compute Matrix Operations". The exponential and the Cayley map are of U Σ Uᵀ.
+The operation, the forward pass and all gradients are timed, as in section 4.2 of the paper and its supplement, "Using
+the SVD to Compute Matrix Operations". The exponential and the Cayley map are of U Σ Uᵀ.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from fasth.tools.reproduce.methods import (
     Method,
     compact,
     exponential,
+    from_function,
     full,
-    of,
     product,
     unit,
 )
 
-SLACK = 8.0  # of the condition of W, which is about three
+SLACK = 8.0  # for the condition number of W, about three
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of Table 1. Rows are multiplied: by W⁻¹, e^W or its Cayley map; by W itself for the determinant."""
+    """One line of Table 1. Rows are multiplied by W⁻¹, e^W or the Cayley map of W; for the determinant, by W itself."""
 
     name: str
-    symmetric: bool  # W = U Σ Uᵀ, else U Σ Vᵀ
+    symmetric: bool  # W = U Σ Uᵀ if True, U Σ Vᵀ otherwise
     standard_name: str
-    standard: Function  # of x and W, by torch
-    obvious: Function  # of x and W, plainly
-    ours: Function  # of x and the operator
-    of_sigma: Callable[[Tensor], Tensor]  # what stands between the two orthogonal matrices
+    standard: Function  # (x, W), by torch
+    obvious: Function  # (x, W), in the simplest way
+    ours: Function  # (x, operator)
+    map_sigma: Callable[[Tensor], Tensor]  # Σ to the diagonal matrix between the two orthogonal matrices
     spectrum: tuple[float, float]
     slack: float = SLACK
 
     @property
     def standard_method(self) -> Method:
-        """By torch, on a dense W."""
-        return of(self.standard_name, self.standard, self._dense, self.obvious, slack=self.slack)
+        """The operation by torch, on a dense W."""
+        return from_function(self.standard_name, self.standard, self._dense, self.obvious, slack=self.slack)
 
     @property
     def our_method(self) -> Method:
-        """By ``fasth.SVD`` or ``fasth.Symmetric`` with compact reflectors."""
+        """The operation by ``fasth.SVD`` or ``fasth.Symmetric``, with compact reflectors."""
 
         def function(x: Tensor, sigma: Tensor, *reflectors: Tensor) -> Tensor:
             factors = [fasth.Orthogonal(V, form="compact") for V in reflectors]
@@ -62,34 +62,36 @@ class Operation:
         def obvious(x: Tensor, sigma: Tensor, *reflectors: Tensor) -> Tensor:
             return self._by_factors(_definition)(x, sigma, *map(unit, reflectors))
 
-        return of("fasth", function, lambda N: self._factors(N, compact), obvious, slack=self.slack)
+        return from_function("fasth", function, lambda N: self._factors(N, compact), obvious, slack=self.slack)
 
     def method_by(self, name: str, algorithm: Function) -> Method:
-        """By one of the algorithms for x Qᵀ, with full reflectors as in the paper."""
+        """The operation by an algorithm for x Qᵀ, with full reflectors as in the paper."""
 
         def multiply(x: Tensor, V: Tensor, transpose: bool) -> Tensor:
             return algorithm(x, V.flip(0) if transpose else V)
 
         obvious = self._by_factors(_definition)
-        return of(name, self._by_factors(multiply), lambda N: self._factors(N, full), obvious, slack=self.slack)
+        return from_function(
+            name, self._by_factors(multiply), lambda N: self._factors(N, full), obvious, slack=self.slack
+        )
 
     def _by_factors(self, multiply: Callable[[Tensor, Tensor, bool], Tensor]) -> Function:
-        """x times what stands in the right column of Table 1, given how to multiply by an orthogonal matrix."""
+        """x times the right column of Table 1. ``multiply`` multiplies rows by an orthogonal matrix."""
 
         def function(x: Tensor, sigma: Tensor, U: Tensor, V: Tensor | None = None) -> Tensor:
             first, last = (U, U) if V is None else (U, V) if self.name == "inverse" else (V, U)
-            out = multiply(multiply(x, first, True) * self.of_sigma(sigma), last, False)
+            out = multiply(multiply(x, first, True) * self.map_sigma(sigma), last, False)
             return out + sigma.log().sum() if self.name == "determinant" else out
 
         return function
 
     def _factors(self, N: Tensor, reflectors: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        """sigma, evenly over the spectrum, and the reflectors of U, and of V where there is one."""
+        """Makes sigma, evenly spaced over the spectrum, the reflectors of U, and, unless symmetric, of V."""
         sigma = torch.linspace(*self.spectrum, len(N))
         return (sigma, reflectors(N)) if self.symmetric else (sigma, reflectors(N), reflectors(N.mT.contiguous()))
 
     def _dense(self, N: Tensor) -> Tensor:
-        """W with such a spectrum, or nearly: I + N/√16d has its singular values within 1/2 of 1.
+        """Makes a dense W with nearly the same spectrum: the singular values of I + N/√16d are within 1/2 of 1.
 
         The eigenvalues of N + Nᵀ fill [−√8d, √8d].
         """
@@ -121,10 +123,10 @@ OPERATIONS = [
         standard=lambda x, W: F.linear(x, torch.inverse(W)),
         obvious=lambda x, W: torch.linalg.solve(W, x.mT).mT,
         ours=lambda x, W: x @ W.inverse().mT,
-        of_sigma=torch.reciprocal,
+        map_sigma=torch.reciprocal,
         spectrum=(0.5, 1.5),
     ),
-    # The forward pass is x Wᵀ, and log|det W| is added to it: one output that has the gradients of both.
+    # The output is x Wᵀ + log|det W|, which has the gradients of both.
     Operation(
         "determinant",
         symmetric=False,
@@ -132,7 +134,7 @@ OPERATIONS = [
         standard=lambda x, W: F.linear(x, W) + torch.slogdet(W).logabsdet,
         obvious=lambda x, W: x @ W.mT + torch.linalg.cholesky(W @ W.mT).diagonal().log().sum(),
         ours=lambda x, W: x @ W.mT + W.logabsdet(),
-        of_sigma=lambda sigma: sigma,
+        map_sigma=lambda sigma: sigma,
         spectrum=(0.5, 1.5),
     ),
     Operation(
@@ -142,7 +144,7 @@ OPERATIONS = [
         standard=lambda x, W: F.linear(x, torch.matrix_exp(W)),
         obvious=lambda x, W: F.linear(x, exponential(W)),
         ours=lambda x, W: x @ W.expm().mT,
-        of_sigma=torch.exp,
+        map_sigma=torch.exp,
         spectrum=(-1.0, 1.0),
         slack=EXPONENTIAL_SLACK,
     ),
@@ -153,7 +155,7 @@ OPERATIONS = [
         standard=lambda x, W: F.linear(x, _cayley(W)),
         obvious=lambda x, W: F.linear(x, _obvious_cayley(W)),
         ours=lambda x, W: x @ W.cayley().mT,
-        of_sigma=lambda sigma: (1 - sigma) / (1 + sigma),
+        map_sigma=lambda sigma: (1 - sigma) / (1 + sigma),
         spectrum=(-0.5, 0.5),
     ),
 ]

@@ -1,4 +1,6 @@
-"""The options of ``fasth reproduce``, with nothing but Python: ``fasth`` starts fast, and can say what is missing."""
+"""The options of ``fasth reproduce``. Imports only the standard library, so that ``fasth`` starts fast, and an error
+can name a missing package.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         from fasth.tools.reproduce import command
     except ModuleNotFoundError as error:
-        wanted = f"`fasth reproduce` needs {error.name}, which comes with: pip install 'fasth[reproduce]'"
+        wanted = f"`fasth reproduce` needs {error.name}: pip install 'fasth[reproduce]'"
         print(f"fasth: {wanted}", file=sys.stderr)
         return 2
     return command.run(options)

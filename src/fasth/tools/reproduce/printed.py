@@ -1,7 +1,7 @@
-"""FastH as the paper prints it, line by line and in its notation: columns, P = I − 2WYᵀ. To be read beside it.
+"""FastH as the paper prints it, line by line and in its notation: columns, P = I − 2WYᵀ. Read it beside the paper.
 
-``baselines.fasth`` is the same algorithm for a machine that is good at batches: it does at once for all blocks what the
-paper's loops do "in parallel". Here each of them is a loop of Python, which nothing makes parallel.
+``baselines.fasth`` is the same algorithm with batched products for the paper's loops "in parallel". Here each of these
+is a sequential loop in Python.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _FastH(torch.autograd.Function):
 
 
 def _lemma_1(V: Tensor) -> tuple[Tensor, Tensor]:
-    """W and Y, both (d, k), with I − 2WYᵀ = H₁⋯H_k, by one Householder multiplication after another."""
+    """Returns W and Y, both (d, k), with I − 2WYᵀ = H₁⋯H_k, by one Householder multiplication after another."""
     Y = torch.nn.functional.normalize(V, dim=0, eps=torch.finfo(V.dtype).tiny)
     W = Y[:, :1]
     for j in range(1, Y.shape[1]):
@@ -58,16 +58,16 @@ def _lemma_1(V: Tensor) -> tuple[Tensor, Tensor]:
 
 def _reflected(v: Tensor, A: Tensor) -> Tensor:
     """HA, which is HᵀA: equation (A_hat)."""
-    return A - _factor(v) * v @ (v.mT @ A)
+    return A - _scale(v) * v @ (v.mT @ A)
 
 
 def _gradient_of_v(v: Tensor, A: Tensor, G: Tensor) -> Tensor:
     """Equation (back_v), with a column of A and of G for each member l of the mini-batch."""
-    a, g, factor = v.mT @ A, v.mT @ G, _factor(v)
-    return -factor * (G @ a.mT + A @ g.mT - factor * (a @ g.mT) * v)
+    a, g, scale = v.mT @ A, v.mT @ G, _scale(v)
+    return -scale * (G @ a.mT + A @ g.mT - scale * (a @ g.mT) * v)
 
 
-def _factor(v: Tensor) -> Tensor:
+def _scale(v: Tensor) -> Tensor:
     """2/‖v‖², or 0 for a zero reflector, which is the identity."""
     square = v.mT @ v
     return torch.where(square == 0, 0, 2 / square)

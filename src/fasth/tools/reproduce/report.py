@@ -1,4 +1,4 @@
-"""Everything that is made of the results: the readings as CSV, the figures, and a page that stands alone."""
+"""The output of ``fasth reproduce``: the readings as CSV, the figures, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAPER = "Mathiasen, Hvilshøj, Jørgensen, Nasery and Mottin, <i>What if Neural 
 
 
 def write(found: dict[str, Any], out: Path, command: str) -> list[Path]:
-    """Writes all files but the results themselves, and says which."""
+    """Writes all files except the results themselves, and returns their paths."""
     contents: dict[str, str | bytes] = {"readings.csv": runner.readings(found)}
     pictures = []
     for drawing, formats in figures.drawn(found):
@@ -68,7 +68,7 @@ def page(found: dict[str, Any], pictures: list[tuple[figures.Drawing, bytes]], c
 
 
 def all_tables(found: dict[str, Any]) -> Iterator[Table]:
-    """Those below the figures."""
+    """Yields the tables below the figures."""
     if steps := select(found, "step"):
         yield tables.times("A gradient step with one orthogonal matrix, 32 rows, mean time (Figure 3)", steps, "d")
     for operation in OPERATIONS:

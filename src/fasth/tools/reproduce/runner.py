@@ -1,4 +1,4 @@
-"""Runs experiments task by task, writing down each before the next, and goes on from what is already there."""
+"""Runs experiments task by task, stores the results after each task, and resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fasth.tools.reproduce.tasks import Settings, Task
 
 FILE = "results.json"
 _COLUMNS = ["experiment", "name", "d", "rows", "k", "what", "status", "repetition", "seconds"]
-# What has to be the same for numbers to stand in one table.
+# The settings and the environment must be equal for results to be compared in one table.
 _COMPARABLE = ("versions", "core", "threads", "cpu", "cores", "device")
 
 
 class OtherRun(ValueError):
-    """The folder holds what was measured otherwise."""
+    """The folder has results of another machine, or with other settings."""
 
 
 def run(
@@ -36,10 +36,10 @@ def run(
     path: Path | None,
     console: Console,
 ) -> dict[str, Any]:
-    """The results of all experiments: "environment", "settings" and "records", also those already in the file.
+    """Runs experiments. The result has "environment", "settings" and "records", with the records already in the file.
 
     Args:
-        path: where they are kept, after each task. None keeps them in memory only.
+        path: the file where results are stored after each task. None keeps them in memory only.
     """
     found: dict[str, Any] = {"environment": environment, "settings": vars(settings), "records": []}
     if path is not None and path.exists():
@@ -61,7 +61,7 @@ def run(
 
 
 def _continued(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """What is in the file, if it was measured as the new results will be."""
+    """Returns the results in the file, if they have the same settings and environment as ``new``."""
     try:
         old: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         pairs = [(f"{name}", old["settings"][name], value) for name, value in new["settings"].items()]
@@ -95,7 +95,7 @@ def readings(found: dict[str, Any]) -> str:
 
 @contextmanager
 def _bar(tasks: Sequence[Task], console: Console) -> Iterator[Callable[[str], Callable[[int, int, str], None]]]:
-    """A progress bar with the time left, drawn between readings only: rich's own thread would draw it during them."""
+    """Shows a progress bar with the time left. It is drawn between readings: rich's own thread would disturb them."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""Records as tables: what the report, the benchmark and the README show."""
+"""Makes tables of records, for the report, the benchmark and the documentation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fasth.tools.reproduce.tasks import Record
 
 OURS = COMPACT.name
 VALUES = {"mean": "mean time", "bytes": "peak memory"}
-PAPER_SIZE = 768  # where the paper gives the improvement of the four operations
-# Section 2.2: up to so many times faster than the algorithms of Zhang et al.; section 4.2: than the standard methods.
+PAPER_SIZE = 768  # the size at which the paper reports the improvement of the four operations
+# The paper's speed-ups: section 2.2 over the algorithms of Zhang et al.; section 4.2 over the standard methods.
 PAPER_OVER = {"sequential": 27.1, "parallel": 6.2}
 PAPER_OPERATIONS = {"inverse": 2.7, "determinant": 3.5, "exponential": 4.1, "cayley": 3.1}
 
@@ -35,26 +35,26 @@ def markdown(table: Table) -> str:
 
 
 def select(results: dict[str, Any], experiment: str, **values: Any) -> list[Record]:
-    """The records of one experiment, and of these values."""
+    """Returns the records of one experiment with these values."""
     records = (record for record in results["records"] if record["experiment"] == experiment)
     return [record for record in records if all(record[name] == value for name, value in values.items())]
 
 
 def by(records: Iterable[Record], *names: str) -> dict[Any, Record]:
-    """Records by one value or several, the last one where they share it."""
+    """Maps the value, or a tuple of values, of these fields to the last record that has it."""
     return {record[names[0]] if len(names) == 1 else tuple(record[n] for n in names): record for record in records}
 
 
 def unique(records: Iterable[Record], name: str) -> list[Any]:
-    """The values, in the order in which they come."""
+    """Returns the distinct values of a field, in order of appearance."""
     return list(dict.fromkeys(record[name] for record in records))
 
 
-def ratio(record: Record | None, yardstick: Record | None, of: str = "mean") -> float:
-    """How many times the yardstick's time; nan where one has none."""
-    if record is None or yardstick is None or not (record[of] and yardstick[of]):
+def ratio(record: Record | None, yardstick: Record | None, statistic: str = "mean") -> float:
+    """The time divided by the yardstick's time; nan if either is missing."""
+    if record is None or yardstick is None or not (record[statistic] and yardstick[statistic]):
         return math.nan
-    return float(record[of] / yardstick[of])
+    return float(record[statistic] / yardstick[statistic])
 
 
 def headlines(results: dict[str, Any]) -> Table:
@@ -89,15 +89,15 @@ def _highest(found: dict[Any, Record], name: str, ours: str, sizes: Sequence[int
 
 
 def times(title: str, records: Sequence[Record], row: str, column: str = "name", note: str = "") -> Table:
-    """Mean times: a row for each value of one field, a column for each of another."""
-    of = by(records, row, column)
+    """Mean times, with a row for each value of one field and a column for each value of another."""
+    cells = by(records, row, column)
     columns = unique(records, column)
-    rows = [[str(value), *(time_of(of.get((value, c))) for c in columns)] for value in unique(records, row)]
+    rows = [[str(value), *(time_of(cells.get((value, c))) for c in columns)] for value in unique(records, row)]
     return Table(title, [row, *map(str, columns)], rows, note)
 
 
 def bars(title: str, records: Sequence[Record], value: str, form: Callable[[float], str], note: str = "") -> Table:
-    """A row for each method, the smallest first, and how many times ours that is."""
+    """A row for each method, the smallest first: its value, and the value as a multiple of fasth's."""
     ordered = sorted(records, key=lambda record: record[value] or math.inf)
     ours = next((record[value] for record in records if record["name"] == OURS), None)
     rows = [
@@ -134,10 +134,10 @@ def counts(results: dict[str, Any]) -> Table:
 
 
 def faults(results: dict[str, Any]) -> list[str]:
-    """A sentence for each method that was not measured, because it is wrong or because it failed."""
-    of = {(r["status"], r["name"], r.get("note", "")) for r in results["records"]}
-    wrong = [f"Not timed, because its answer is wrong: {note}" for status, _, note in of if status == "wrong"]
-    failed = [f"Not measured, because it failed: {name}: {note}" for status, name, note in of if status == "failed"]
+    """Returns a sentence for each method that was not measured because it is wrong or failed."""
+    noted = {(r["status"], r["name"], r.get("note", "")) for r in results["records"]}
+    wrong = [f"Not timed, because its answer is wrong: {note}" for status, _, note in noted if status == "wrong"]
+    failed = [f"Not measured, because it failed: {name}: {note}" for status, name, note in noted if status == "failed"]
     return sorted(wrong) + sorted(failed)
 
 
@@ -146,14 +146,14 @@ def any_wrong(results: dict[str, Any]) -> bool:
 
 
 def machine(results: dict[str, Any]) -> str:
-    """Where and with what the numbers were measured."""
-    of = results["environment"]
-    instructions = f" ({', '.join(of['instructions'])})" if of["instructions"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
-    device = "" if of["device"] == "cpu" else f"{of['device']}; "
+    """Describes the machine and the versions of a measurement."""
+    about = results["environment"]
+    instructions = f" ({', '.join(about['instructions'])})" if about["instructions"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    device = "" if about["device"] == "cpu" else f"{about['device']}; "
     return (
-        f"{device}{of['cpu']}{instructions}, {of['cores']} cores, {of['threads']} threads; "
-        f"{results['settings']['dtype']}; {versions}; {of['date'][:10]}"
+        f"{device}{about['cpu']}{instructions}, {about['cores']} cores, {about['threads']} threads; "
+        f"{results['settings']['dtype']}; {versions}; {about['date'][:10]}"
     )
 
 
@@ -168,17 +168,17 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """As milliseconds."""
+    """Formats seconds as milliseconds."""
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value * 1e3:.0f} ms"
 
 
-def time_of(record: Record | None, of: str = "mean") -> str:
-    """Its time, or why there is none."""
+def time_of(record: Record | None, statistic: str = "mean") -> str:
+    """Formats the time of a record, or its status if it has none."""
     if record is None:
         return "–"
-    if record[of] is None:
+    if record[statistic] is None:
         return str(record["status"])
-    return seconds(record[of]) + (" (stopped)" if record["status"] == "stopped" else "")
+    return seconds(record[statistic]) + (" (stopped)" if record["status"] == "stopped" else "")
 
 
 def megabytes(value: float) -> str:
@@ -186,7 +186,7 @@ def megabytes(value: float) -> str:
 
 
 def quantity(value: float) -> str:
-    """Three digits and a prefix: 65.5 k, 1.38 G."""
+    """Formats with three digits and a prefix: 65.5 k, 1.38 G."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if value >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.3g} {prefix}"

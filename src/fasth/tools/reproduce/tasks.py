@@ -1,8 +1,8 @@
-"""What an experiment consists of: tasks, each with the records that it leaves behind.
+"""The tasks of an experiment, and their records.
 
-A record is a dict that JSON can hold. All have "experiment", "task", "name", "d", "rows" and "status"; those of timings
-also "k", "what", "calls", "mean", "deviation", "median", "quantiles" and "readings", in seconds for one call. Where the
-status is "wrong" or "failed", "note" says why.
+A record is a dict of values for JSON. All have "experiment", "task", "name", "d", "rows" and "status". Timings also
+have "k", "what", "calls", "mean", "deviation", "median", "quantiles" and "readings", in seconds for one call. If the
+status is "wrong" or "failed", "note" is the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUANTILES = (0.05, 0.25, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class Settings:
-    """What all timings of a run have in common."""
+    """The settings of a run, the same for all timings."""
 
     dtype: str
     device: str
@@ -37,14 +37,14 @@ class Settings:
 class Task(Protocol):
     @property
     def label(self) -> str:
-        """What it is about, different for each task of an experiment."""
+        """A name, unique among the tasks of an experiment."""
 
     @property
     def weight(self) -> float:
-        """How long it takes, roughly, in any unit."""
+        """The rough duration, in any unit."""
 
     def run(self, settings: Settings, before: Sequence[Record], progress: Progress) -> Iterable[Record]:
-        """Its records, without "experiment" and "task". ``before`` are those of the experiment's earlier tasks."""
+        """Returns the records, without "experiment" and "task". ``before`` are the experiment's earlier records."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Entry:
     method: Method
     d: int
     rows: int
-    k: int | None = None  # its block size, where that is what an experiment is about
+    k: int | None = None  # the block size, in the experiment on block sizes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class InTurns:
     label: str
     entries: Sequence[Entry]
     what: Sequence[str] = ("step",)
-    rounds: int | None = None  # in place of those of the settings
+    rounds: int | None = None  # replaces the rounds of the settings
 
     @property
     def weight(self) -> float:
@@ -78,7 +78,7 @@ class InTurns:
                 try:
                     cases.append(_built(entry, settings))
                     chosen.append(entry)
-                except Exception as error:  # one that cannot be used here should not end the run
+                except Exception as error:  # a method that cannot be built here must not end the run
                     status, note = "failed", first_line(error)
             if status:
                 yield from (_record(entry, Timing(entry.method.name, what, status, note)) for what in self.what)
@@ -94,10 +94,10 @@ def _built(entry: Entry, settings: Settings) -> Case:
 
 
 def _excuse(entry: Entry, before: Sequence[Record], time_limit: float) -> tuple[str, str]:
-    """Why a method is not timed, or two empty strings.
+    """Returns the status and the reason if a method is not timed, or two empty strings.
 
-    The time of none grows less than d. One that verifying, a warm-up and a reading would take past the time limit does
-    not start: by its time at the size before.
+    A method is not started if verifying, a warm-up and a reading would exceed the time limit. Its time is extrapolated
+    from the previous size in proportion to d, as no method's time grows less.
     """
     if not entry.method.installed:
         return "not installed", f"{entry.method.requires} is not installed"
@@ -130,7 +130,7 @@ def _record(entry: Entry, timing: Timing) -> Record:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most memory that each method's step takes, in "bytes"."""
+    """Measures the peak memory of each method's step, in "bytes"."""
 
     d: int
     rows: int
@@ -155,11 +155,13 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Counting:
-    """The launches, operations and bytes of each method's step, counted and not measured."""
+    """Counts, without measuring, the launches, operations and bytes of each method's step."""
 
     d: int
     rows: int
-    methods: Sequence[tuple[Method, Callable[..., counts.Count | None]]]  # None: no such path at this size
+    methods: Sequence[
+        tuple[Method, Callable[..., counts.Count | None]]
+    ]  # returns None if the method has no such path at this size
 
     @property
     def label(self) -> str:

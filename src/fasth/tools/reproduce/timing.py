@@ -1,4 +1,4 @@
-"""Verifying and timing the methods that the experiments compare."""
+"""Verifies and times the methods that the experiments compare."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Progress = Callable[[int, int, str], None]  # turns taken, turns in all, what co
 
 
 class WrongAnswer(AssertionError):
-    """A method's value or gradients are not what its definition gives."""
+    """A method's value or gradients differ from its definition's."""
 
 
 def verify(case: Case, reference: tuple[Tensor, ...] | None = None) -> None:
     """Raises ``WrongAnswer`` unless value and gradients agree with the case's reference to rounding.
 
-    The reference is computed, unless it is given.
-    An error is measured in the Frobenius norm, relative to the reference. A gradient may cancel to nothing, for one
-    with d = 1, and its rounding errors do not: they are at least relative to ‖output‖·‖gradient‖/‖tensor‖.
+    The reference is computed if it is not passed. Errors are measured in the Frobenius norm, relative to the reference.
+    A gradient may cancel to zero, as for d = 1, but its rounding errors do not: they are compared with
+    ‖output‖·‖gradient‖/‖tensor‖ at least.
     """
     out, *gradients = case.step()
     expected_out, *expected_gradients = case.reference() if reference is None else reference
@@ -41,7 +41,7 @@ def verify(case: Case, reference: tuple[Tensor, ...] | None = None) -> None:
 
 
 def tolerance(dtype: torch.dtype, d: int) -> float:
-    """Roundings of d steps in sequence, which add up like a random walk, with room for the constants."""
+    """Tolerance for d steps in sequence, whose roundings add up like a random walk, with room for the constants."""
     return 16 * torch.finfo(dtype).eps * math.sqrt(d)
 
 
@@ -51,7 +51,7 @@ def _compare(case: Case, what: str, actual: Tensor, expected: Tensor, at_least: 
     scale = max(_norm(expected), at_least)
     error = _norm(actual.detach().cpu().double() - expected)
     limit = case.slack * tolerance(actual.dtype, case.tensors[0].shape[-1])
-    if not error <= limit * scale:  # so that nan fails
+    if not error <= limit * scale:  # nan fails
         raise WrongAnswer(f"{case.name}: {what} is off by {error / (scale or 1):.1e}; at most {limit:.1e} is rounding")
 
 
@@ -70,16 +70,16 @@ def measure(
 ) -> list[Timing]:
     """Verifies every case, then times them in turns: one reading of each in every round.
 
-    Taking turns, the methods meet the same noise of the machine. A wrong one is marked and not timed, and one that
-    raises an error is marked too: the others go on.
+    In turns, all methods are exposed to the same noise of the machine. A method with a wrong answer is marked and not
+    timed; a method that raises an error is marked too. The others continue.
 
     Args:
-        cases: what to time, at any sizes.
-        what: of each case some of: "step", a training step; "single", the same as single calls, between which the other
-            methods have theirs, as in a network; "forward", without gradients; "inference", that within ``cached()``.
+        cases: the cases to time, of any sizes.
+        what: for each case some of: "step", a training step; "single", a training step as single calls between those of
+            the other methods, as in a network; "forward", without gradients; "inference", the same within ``cached()``.
         rounds: the number of readings of each.
-        min_time: seconds that a reading lasts at least; fast calls are repeated until then.
-        time_limit: seconds for each case. One that needs more is stopped, after one reading at least, and marked.
+        min_time: the shortest reading in seconds; fast calls are repeated to reach it.
+        time_limit: seconds for each case. A slower one is stopped, after one reading at least, and marked.
         progress: called before each verification and each reading.
 
     Returns:
@@ -91,7 +91,7 @@ def measure(
         advance(f"verifying {case.name}")
         faults.append(_fault(case, references))
     by_way = [_measure(cases, faults, way, rounds, min_time, time_limit, advance) for way in what]
-    return [timing for of_case in zip(*by_way, strict=True) for timing in of_case]
+    return [timing for timings in zip(*by_way, strict=True) for timing in timings]
 
 
 def _measure(
@@ -114,7 +114,7 @@ def _measure(
 
 
 class _Guarded(Turn):
-    """The turn of a method that may fail, on a GPU of too little memory for one: that is marked, and not raised."""
+    """A turn that may fail, for example on a GPU with too little memory. An error is recorded instead of raised."""
 
     def warm_up(self) -> None:
         self._attempt(super().warm_up)
@@ -131,9 +131,9 @@ class _Guarded(Turn):
 
 
 def _fault(case: Case, references: _References) -> tuple[str, str]:
-    """The status of a case, and what there is to say of it."""
+    """Verifies a case. Returns its status and a note."""
     try:
-        verify(case, references.of(case))
+        verify(case, references.find(case))
     except WrongAnswer as error:
         return "wrong", str(error)
     except Exception as error:
@@ -142,12 +142,12 @@ def _fault(case: Case, references: _References) -> tuple[str, str]:
 
 
 class _References:
-    """References of the cases so far. Several methods may compute one function of the same tensors: one serves all."""
+    """The references of the cases so far. Methods that compute the same function of the same tensors share one."""
 
     def __init__(self) -> None:
         self.known: list[tuple[Case, tuple[Tensor, ...]]] = []
 
-    def of(self, case: Case) -> tuple[Tensor, ...]:
+    def find(self, case: Case) -> tuple[Tensor, ...]:
         for other, reference in self.known:
             if other.obvious is case.obvious and _all_equal(other, case):
                 return reference
@@ -176,7 +176,7 @@ _COMPARED = ("geotorch", "torch-householder", "nflows")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """The machine, the core and the versions, to stand beside the numbers."""
+    """Describes the machine, the core and the versions, to store with the results."""
     found = devices.environment(device)
     compared = {name: version for name in _COMPARED if (version := devices.version(name))}
     return {**found, "versions": {**found["versions"], **compared}}

@@ -1,0 +1,1 @@
+"""At which rates do SVD networks train? Chosen on some tasks, judged once on others."""

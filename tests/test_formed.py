@@ -1,0 +1,92 @@
+"""W of both sides at once, as a GPU forms it, against the definition: the same operations on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import assert_close, value_and_gradients
+from torch import Tensor
+
+from fasth.functional import svd_dense
+from fasth.reflections import definition
+from fasth.reflections.autograd import diagonal_signs, with_sign_guard
+from fasth.reflections.formed import Formed
+from fasth.tools.problems import nearly_parallel
+
+SHAPES = [(1, 1), (20, 20), (7, 20), (20, 7), (70, 65)]
+
+
+def expected(R: Tensor, sigma: Tensor | None = None) -> Tensor:
+    """U diag(sigma) Vᵀ from the definition."""
+    k = min(R.shape)
+    sigma = R.new_ones(k) if sigma is None else sigma
+    U, V = ((side.triu(1) + torch.eye(*side.shape, dtype=R.dtype))[:k] for side in (R.mT, R))
+    first = (definition.householder(torch.eye(k, side.shape[1], dtype=R.dtype), side) for side in (U, V))
+    U_columns, V_columns = (rows.mT for rows in first)
+    return (U_columns * (sigma * diagonal_signs(R, k))) @ V_columns.mT
+
+
+def drawn(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    R, sigma = torch.randn(shape, dtype=torch.float64), torch.randn(min(shape), dtype=torch.float64)
+    return [R.to(dtype), sigma.to(dtype)]
+
+
+@pytest.mark.parametrize("with_sigma", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_is_the_definition(shape, with_sigma, dtype):
+    """But on the diagonal, whose gradient only keeps its sign."""
+    tensors = drawn(shape, dtype)[: 1 + with_sigma]
+    (value,), (dR, *dsigma) = value_and_gradients(lambda R, sigma=None: Formed.apply(R, sigma), tensors)
+    (right,), (of_R, *of_sigma) = value_and_gradients(expected, [t.double() for t in tensors])
+    guard = with_sign_guard(torch.zeros(shape), tensors[0].float())
+    torch.testing.assert_close(dR.diagonal().float(), guard.diagonal(), rtol=1e-2, atol=0)
+    assert {t.dtype for t in (value, dR, *dsigma)} == {dtype}
+    found = [value], [dR.fill_diagonal_(0), *dsigma]
+    assert_close(found, ([right], [of_R.fill_diagonal_(0), *of_sigma]), roundings=16 if dtype.itemsize > 2 else 4)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_one_gradient_at_a_time(needs):
+    R, sigma = (t.requires_grad_(need) for t, need in zip(drawn((9, 12), torch.float64), needs, strict=True))
+    Formed.apply(R, sigma).sum().backward()
+    assert (R.grad is not None, sigma.grad is not None) == needs
+
+
+def test_second_derivatives():
+    R, sigma = (t.requires_grad_() for t in drawn((5, 7), torch.float64))
+
+    def twice(form) -> Tensor:
+        (once,) = torch.autograd.grad(form(R, sigma).sin().sum(), sigma, create_graph=True)
+        return torch.autograd.grad(once.square().sum(), R)[0].fill_diagonal_(0)
+
+    torch.testing.assert_close(twice(Formed.apply), twice(expected))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_the_length_of_reflectors(scale):
+    R, sigma = (t.requires_grad_() for t in drawn((20, 20), torch.float32))
+    far = (R.detach() * scale).requires_grad_()
+    W = Formed.apply(far, sigma)
+    right = expected(far.detach().double(), sigma.detach().double())
+    torch.testing.assert_close(W.double(), right, rtol=1e-5, atol=1e-5)
+    W.sum().backward()
+    assert far.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("reflectors", ["gaussian", "repeated", "nearly parallel", "drifting"])
+@pytest.mark.parametrize("d", [512, 1024])
+def test_one_block_keeps_Q_orthogonal(reflectors, d):
+    """In float32, for reflectors that make B ill-conditioned: ‖QᵀQ − I‖₁ / (d·eps) below 30, as LAPACK's tests ask."""
+    V = torch.randn(d, d)
+    V = {"repeated": V[:1].expand_as(V), "nearly parallel": nearly_parallel(V), "drifting": V.cumsum(0)}.get(
+        reflectors, V
+    )
+    Q = Formed.apply(V.clamp(-3, 3).triu(1) + torch.eye(d), None).double()  # of U there are only signs
+    assert torch.linalg.matrix_norm(Q @ Q.mT - torch.eye(d), 1) < 30 * d * torch.finfo(torch.float32).eps
+
+
+def test_cpus_form_it_by_the_core_and_gpus_at_once():
+    R = torch.randn(20, 20, requires_grad=True)
+    assert "Formed" not in type(svd_dense(R, None).grad_fn).__name__
+    R = torch.empty(600, 600, device="meta", requires_grad=True)
+    assert "Formed" in type(svd_dense(R, None).grad_fn).__name__
