@@ -29,8 +29,11 @@ extensions = [
 ]
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|typing|pathlib|nflows|normflows|zuko|FrEIA)\..*"),  # inventories need a network
-    (r"py:.*", r"Tensor|fasth\.(reflections|nn\.held_weight)\..*|fasth\..*\.(M|Self|Layer)"),  # internals
+    (r"py:.*", r"(torch|collections|typing|os|pathlib|nflows|normflows|zuko|FrEIA)\..*"),  # inventories need a network
+    (
+        r"py:.*",
+        r"Tensor|nn\.Module|Target|fasth\.(reflections|nn\.held_weight)\..*|fasth\..*\.(M|Self|Layer)",
+    ),  # internals
 ]
 default_role = "literal"
 exclude_patterns = ["extensions", "examples"]

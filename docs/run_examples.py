@@ -52,6 +52,7 @@ EXAMPLES = {
         "Accuracy on the new task and on the old one, for each way to adapt a network",
         markdown=True,
     ),
+    "rotations": Example("python examples/rotations.py --seeds 2 --steps 100", markdown=True),
     "flow": Example(
         "python -m experiments.flow --quick --tasks table --mixers dense PLU positive --out build/flow-example",
         "build/flow-example/curves.png",

@@ -670,6 +670,43 @@ def test_the_state_of_the_optimizer_is_that_of_the_adapters() -> None:
     assert numbers == 2 * 2 * (6 + 8 + 8 + 4)  # two moments, two reflections, of the sizes of both sides
 
 
+# What it costs.
+
+
+@pytest.mark.parametrize("r", [8, 40, 64])
+@pytest.mark.parametrize("rows", [32, 256, 1024])
+def test_saved_memory_is_two_copies_of_the_input_at_most(r: int, rows: int) -> None:
+    """LoRA saves the input and r numbers a row; one copy more, and what is as large as the reflectors."""
+    layer: Any = adapters.add(nn.Linear(768, 512), "reflections", r)
+    x, kept = torch.randn(rows, 768, requires_grad=True), {}
+    own = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = layer(x)
+    numbers = sum(t.untyped_storage().nbytes() // 4 for t in kept.values())
+    assert 2 * x.numel() <= numbers <= 2 * x.numel() + 2 * r * (rows + 768)
+    del y
+
+
+@pytest.mark.parametrize("rows", [64, 128, 1024, 8192])
+def test_a_gpu_does_not_form_few_reflections(rows: int) -> None:
+    from fasth.reflections.planner import counting_kernels
+    from fasth.tools.reproduce.counts import observed
+
+    layer: Any = adapters.add(nn.Linear(2048, 2048, device="meta"), "reflections", 8)
+    x = torch.empty(rows, 2048, device="meta", requires_grad=True)
+    with counting_kernels(), observed() as forward:
+        y = layer(x)
+    with counting_kernels(), observed() as backward:
+        torch.autograd.grad(y, [x, *trained_parameters(layer)], torch.empty_like(y))
+    assert "eye" not in forward and len(forward) <= 4 and len(backward) <= 4
+
+
 # Several processes.
 
 
