@@ -29,16 +29,7 @@ from fasth.reflections.triton.configurations import (
     columns_held,
 )
 from fasth.reflections.triton.launching import launched
-from fasth.reflections.triton.recurrence import recurrence, recurrence_backward
-
-__all__ = [
-    "householder",
-    "householder_backward",
-    "recurrence",
-    "recurrence_backward",
-    "svd_linear",
-    "svd_linear_backward",
-]
+from fasth.reflections.triton.recurrence import recurrence, recurrence_backward  # noqa: F401, with the others
 
 
 class Side(NamedTuple):
