@@ -331,7 +331,7 @@ def gradient(
     launched(
         kernels.gradient,
         B * -(-r // GROUP) * -(-d // chunk(d)),
-        {"num_warps": GRADIENT_WARPS},
+        {"num_warps": GRADIENT_WARPS, "maxnreg": DEFAULT_REGISTERS},
         V=V,
         SCALE=scale,
         Z=recorded.Z,
