@@ -215,8 +215,6 @@ def _convert(one: Instruction, words: list[str]) -> Step:
     a = _source(given, of)
     if (to, modes) in (("f16", ["rn"]), ("bf16", ["rn"])):
         return lambda m, mask: write(m, _stored(a(m), to), mask)
-    if modes == ["rna"] and to == "tf32":
-        return lambda m, mask: write(m, (a(m).view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000), mask)
     if modes or to not in TYPES:
         raise ValueError(one.opcode)
     return lambda m, mask: write(m, a(m).astype(TYPES[to]), mask)
@@ -225,20 +223,9 @@ def _convert(one: Instruction, words: list[str]) -> Step:
 def _move(one: Instruction, words: list[str]) -> Step:
     target, source = one.operands
     kind = words[-1]
-    if isinstance(target, list) or isinstance(source, list):
-        parts = target if isinstance(target, list) else source
-        width = int(kind[1:]) // len(parts)
-        if isinstance(source, list):
-            sources, write = [_source(part, f"b{width}") for part in parts], _target(target)
-
-            def pack(m: Any, mask: np.ndarray | None) -> None:
-                out = np.zeros(m.n, TYPES[kind])
-                for i, s in enumerate(sources):
-                    out |= s(m).astype(TYPES[kind]) << TYPES[kind](width * i)
-                write(m, out, mask)
-
-            return pack
-        whole, writes = _source(source, kind), [_target(part) for part in parts]
+    if isinstance(target, list):
+        width = int(kind[1:]) // len(target)
+        whole, writes = _source(source, kind), [_target(part) for part in target]
 
         def unpack(m: Any, mask: np.ndarray | None) -> None:
             bits = whole(m)

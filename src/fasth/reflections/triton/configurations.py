@@ -12,9 +12,9 @@ GROUP = 32  # reflections whose gradient one program finds
 LONGEST = 2048  # numbers in a row that one program holds
 
 # Warps of the sweep by the number of columns, rounded up to a power of two.
-SWEEP_WARPS = {16: 1, 32: 1, 64: 1, 128: 2, 256: 4, 512: 4, 1024: 16, 2048: 16}
+SWEEP_WARPS = {16: 1, 32: 1, 64: 1, 128: 2, 256: 4, 512: 4, 1024: 8, 2048: 16}
 # Registers that a thread of the sweep may take on NVIDIA's GPUs. Left alone, their assembler prefers to spill a few.
-SWEEP_REGISTERS = {128: 168}
+SWEEP_REGISTERS = {128: 168, 1024: 255}
 DEFAULT_REGISTERS = 128
 FACTORS_WARPS = 4
 GRADIENT_WARPS = 8  # 4 spill on sm_75
@@ -25,6 +25,7 @@ SEQUENCES = 16  # that one program takes through all times
 STATE_SLICE = 16  # numbers of a state that are multiplied at a time; 32 spill
 STATE_TILE = 128  # numbers of the next state that they give; 256 compile for minutes
 STATE_WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
+STATE_REGISTERS = 168
 
 
 def columns_held(d: int) -> int:

@@ -29,16 +29,7 @@ from fasth.reflections.triton.configurations import (
     columns_held,
 )
 from fasth.reflections.triton.launching import launched
-from fasth.reflections.triton.recurrence import recurrence, recurrence_backward
-
-__all__ = [
-    "householder",
-    "householder_backward",
-    "recurrence",
-    "recurrence_backward",
-    "svd_linear",
-    "svd_linear_backward",
-]
+from fasth.reflections.triton.recurrence import recurrence, recurrence_backward  # noqa: F401, with the others
 
 
 class Side(NamedTuple):
@@ -340,7 +331,7 @@ def gradient(
     launched(
         kernels.gradient,
         B * -(-r // GROUP) * -(-d // chunk(d)),
-        {"num_warps": GRADIENT_WARPS},
+        {"num_warps": GRADIENT_WARPS, "maxnreg": DEFAULT_REGISTERS},
         V=V,
         SCALE=scale,
         Z=recorded.Z,

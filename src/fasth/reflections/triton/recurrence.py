@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fasth.reflections.triton import recurrence_kernels as kernels
 from fasth.reflections.triton.configurations import (
-    DEFAULT_REGISTERS,
     SEQUENCES,
+    STATE_REGISTERS,
     STATE_SLICE,
     STATE_TILE,
     STATE_WARPS,
@@ -71,7 +71,7 @@ def recurrence_backward(
 
 
 def _programs(x: Tensor) -> tuple[int, dict[str, int]]:
-    return -(-x.shape[1] // SEQUENCES), {"num_warps": STATE_WARPS[_tile(x.shape[2])], "maxnreg": DEFAULT_REGISTERS}
+    return -(-x.shape[1] // SEQUENCES), {"num_warps": STATE_WARPS[_tile(x.shape[2])], "maxnreg": STATE_REGISTERS}
 
 
 def _tile(h: int) -> int:
