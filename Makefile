@@ -23,7 +23,7 @@ IN_INTERPRETER := tests/test_kernels.py tests/test_householder.py::test_values_a
     scale_does_not_matter what_is_left_of_the_diagonal_is_ignored_even_if_it_is_nan)
 TOO_SLOW := (many and rows) or (more and rows) or 200 or 300 or 130 or 100x65
 
-.PHONY: help demo test sdist wheel test-kernels test-ptx test-torch versions lint format gpu-resources bench reproduce study flow finetune recurrent lipschitz readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
+.PHONY: help demo test sdist wheel test-kernels test-ptx test-torch versions lint format gpu-resources bench reproduce study rates flow finetune recurrent lipschitz readme docs docs-links docs-examples zoo phases fuzz long-training selftest cross-aarch64 sanitize sanitize-fuzz sanitized-core clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -62,6 +62,9 @@ reproduce: $(VENV)/.peers ## run the paper's experiments; ARGS=--full for its ow
 
 study: $(VENV)/.peers ## train plain, SVD and orthogonal networks on real tasks, and compare; ARGS=--quick
 	$(BIN)/python -m experiments.study --out $(if $(findstring --quick,$(ARGS)),build/study-quick,benchmarks/study) $(ARGS)
+
+rates: $(VENV)/.stamp ## choose the rates of SVD networks on some tasks, and judge them on others; ARGS=--quick
+	$(BIN)/python -m experiments.rates --out $(if $(findstring --quick,$(ARGS)),build/rates-quick,benchmarks/rates) $(ARGS)
 
 flow: $(VENV)/.stamp ## train flows whose channels are mixed by one linear map or another, and compare; ARGS=--quick
 	$(BIN)/python -m experiments.flow --out $(if $(findstring --quick,$(ARGS)),build/flow-quick,benchmarks/flow) $(ARGS)

@@ -27,6 +27,7 @@ from fasth import _files
 from fasth.nn.recurrence import NONLINEARITIES
 from fasth.reflections.plan import COMPACT, FORMS, SAVE_T, TRITON, Plan
 from fasth.reflections.triton.configurations import FUSE, LARGEST_STATE
+from fasth.reflections.triton.launching import on_hip
 
 FILE = Path(__file__).parent / "gpu" / "resources.md"
 SIZES = (64, 100, 128, 256, 400, 512, 1000, 1024, 2048)  # some of them no multiples of 16
@@ -161,10 +162,12 @@ def _compile(launch: Launch, target: str) -> Any:
         constexprs={place[name]: value for name, value in launch.constants},
         attrs={place[name]: [["tt.divisibility", 16]] for name in launch.divisible},
     )
-    options = {"num_warps": launch.warps, "enable_fp_fusion": FUSE}
-    if launch.most_registers and TARGETS[target][0] == "cuda":
+    options = {"num_warps": launch.warps}
+    if launch.most_registers:
         options["maxnreg"] = launch.most_registers
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    if TARGETS[target][0] == "hip":
+        options = on_hip(options)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options | {"enable_fp_fusion": FUSE})
 
 
 def assembly(launch: Launch, target: str) -> str:

@@ -26,8 +26,10 @@ from experiments.study.tables import Study, study_tables
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
+RATES = ("choosing", "low", "best", "thrice", "growth", "costs")
 # By page and place in it, what commands wrote as Markdown.
 FILES = {
+    "training.md": {f"rates {name}": f"rates/{name}.md" for name in RATES},
     "convolutions.md": {
         "conv speed": "conv/speed.md",
         "conv rule": "conv/rule.md",
@@ -66,7 +68,7 @@ def main() -> int:
         pages["benchmarks.md"]["reproduce"] = reproduction_block(found, options.measured / "reproduction", options.docs)
         pages["gpu.md"]["gpu counts"] = counts_block(found)
     if (options.measured / "study" / FILE).exists():
-        pages["training.md"] = study_blocks(options.measured / "study")
+        pages["training.md"] |= study_blocks(options.measured / "study")
     return max(update(options.docs / page, blocks, options.check) for page, blocks in pages.items() if blocks)
 
 

@@ -30,8 +30,7 @@ extensions = [
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|typing|pathlib|nflows|normflows|zuko|FrEIA)\..*"),  # inventories need a network
-    # torch's, internals, and type variables
-    (r"py:.*", r"Tensor|fasth\.nn\.held_weight\..*|fasth\.reflections\..*|fasth\..*\.(M|Self|Layer)"),
+    (r"py:.*", r"Tensor|fasth\.(reflections|nn\.held_weight)\..*|fasth\..*\.(M|Self|Layer)"),  # internals
 ]
 default_role = "literal"
 exclude_patterns = ["extensions", "examples"]

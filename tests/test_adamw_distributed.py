@@ -1,4 +1,4 @@
-"""fasth.optim.AdamW on two processes takes the steps of one: the size of a sharded tensor's turn is that of the whole."""
+"""fasth.optim.AdamW on two processes takes the steps of one: a sharded tensor's turn has the size of the whole."""
 
 from __future__ import annotations
 

@@ -153,6 +153,22 @@ def test_a_head_that_was_left_alone_or_resized_before_is_taken() -> None:
     assert off(fasth.to_svd(model)(TOKENS).logits, model(TOKENS).logits) < 1e-4
 
 
+def test_gpt2_is_converted_and_comes_back() -> None:
+    transformers = library("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    report: list[Conversion] = []
+    svd = fasth.to_svd(model, report=report)
+    assert [c.name.rpartition("h.0.")[2] for c in report if c.before == "Conv1D" and c.after is not None] == [
+        "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj",
+    ]  # fmt: skip
+    assert off(svd(TOKENS).logits, model(TOKENS).logits) < 1e-4
+    svd(TOKENS, labels=TOKENS).loss.backward()
+    dense = fasth.to_dense(svd)
+    assert list(dense.state_dict()) == list(model.state_dict())
+    assert off(dense(TOKENS).logits, model(TOKENS).logits) < 1e-4
+
+
 def test_a_tied_head_is_left_alone_and_stays_tied() -> None:
     svd = fasth.to_svd(language_model(tie_word_embeddings=True), report=[])
     svd.resize_token_embeddings(70)
@@ -216,7 +232,7 @@ def test_trainer_takes_our_groups_and_goes_on_where_it_ended(tmp_path: Path) -> 
     first.train()
     assert decay_of_reflectors(svd, first.optimizer.optimizer) == {0.0}
     rates = {group["name"]: group["initial_lr"] for group in first.optimizer.param_groups}
-    assert rates["reflectors"] == 1e-3 < rates["sigma"]  # the schedule scales what the groups have
+    assert rates["vectors"] == 1e-3 < rates["reflectors"] < rates["sigma"]  # the schedule scales what the groups have
     trainer(start, tmp_path, own=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for ours, theirs in zip(start.parameters(), svd.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -100,7 +100,7 @@ def test_a_run_that_diverges_has_no_score(tmp_path):
 def test_factors_and_one_rate_reach_the_optimizer():
     model = methods.to_svd(MLP.network(16))
     rates = {g["name"]: g["lr"] for g in training.optimizer_of(model, a_run(sigma=2.0, reflectors=0.5)).param_groups}
-    assert rates["reflectors"] == 0.5e-3 and rates["vectors"] == 1e-3
+    assert rates["reflectors"] == pytest.approx(0.5 * (0.003 * 1e-3) ** 0.5) and rates["vectors"] == 1e-3
     (group,) = training.optimizer_of(model, a_run(method=ONE_RATE)).param_groups
     assert group["lr"] == 1e-3
 

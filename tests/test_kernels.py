@@ -286,6 +286,7 @@ def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.fasth
     x, V, g = torch.randn(3, 20), torch.randn(20, 20), torch.randn(3, 20)
     U, sigma, bias = torch.randn(12, 20), torch.randn(12), torch.randn(12)
+    states, W, h0 = torch.randn(4, 3, 12), torch.randn(12, 12), torch.randn(3, 12)
     of_Q = FULL, False, 1, 1, True, False, False
     of_W = COMPACT, False, 1, 1, True, False, False
     _, *saved = ops.householder(x, V, *of_Q)
@@ -304,6 +305,8 @@ def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
         ),
         (ops.svd_linear, (x, torch.randn(9, 20), sigma, None, None, COMPACT, False, 1, 1, True, False, True)),
         (ops.svd_linear_backward, (product, None, U, sigma, None, saved_of_W, needs, *of_W)),
+        (ops.recurrence, (states, None, W, h0, bias, 2, True)),
+        (ops.recurrence_backward, (states, None, W, states, h0, 2, True, True, True)),
     ]
 
 

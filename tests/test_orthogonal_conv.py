@@ -274,7 +274,7 @@ def compare(layer: Any, *functions: Any) -> None:
 def test_a_strided_kernel_is_the_patch_matrix_after_the_chain() -> None:
     layer, _ = draw("stride, more outputs")
     inner, last = layer._chain.split(layer.reflectors)
-    M = layer._chain.columns(orthonormal_rows(last)[None, None], inner, add_a_tap)
+    M = layer._chain.multiply(orthonormal_rows(last)[None, None], inner, add_a_tap)
     first, patches = M.permute(3, 2, 0, 1), layer._patches()
     kernel = torch.zeros_like(layer.weight)
     for i, j in itertools.product(range(2), repeat=2):
@@ -309,6 +309,28 @@ def test_log_determinant_and_its_gradients(name: str) -> None:
     assert max(g.abs().max() for g in off_diagonal) < 1e-11  # the determinant does not depend on the rotations
     x = torch.randn(2, *shape, dtype=torch.float64)
     torch.testing.assert_close(layer.forward_and_logabsdet(x), (layer(x), actual))
+
+
+@pytest.mark.parametrize("name", ["3×3", "odd channels", "1-d"])
+def test_gradients_of_norm_condition_and_inverse_are_those_through_the_matrix(name: str) -> None:
+    layer, shape = draw(f"SVD, {name}")
+    y = torch.randn(shape, dtype=torch.float64)
+    A, weights = matrix(layer, shape), torch.linspace(-1, 1, y.numel(), dtype=torch.float64)
+    bias = layer.bias.reshape(-1, *(1 for _ in shape[1:]))
+    pairs = [
+        (layer.norm(), torch.linalg.matrix_norm(A, 2)),
+        (layer.cond(), torch.linalg.cond(A)),
+        ((layer.inverse(y).flatten() * weights).sum(), torch.linalg.solve(A, (y - bias).flatten()) @ weights),
+    ]
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected)
+        for p in (layer.sigma, layer.reflectors_U, layer.reflectors_V):
+            found, wanted = (
+                torch.autograd.grad(value, p, retain_graph=True, allow_unused=True)[0] for value in (actual, expected)
+            )
+            found = torch.zeros_like(p) if found is None else found
+            off_signs = p.detach().abs() != 1
+            torch.testing.assert_close(found * off_signs, wanted * off_signs, rtol=1e-9, atol=1e-9)
 
 
 SQUARE = ["1×1", "4×4, 2 channels", "3×3, 5 channels", "3×2", "dilation", "patches", "stride, square", "1-d, stride",

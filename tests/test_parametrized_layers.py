@@ -218,5 +218,5 @@ def test_a_new_layer_is_known_to_all_that_read_weights():
     assert report == [("0", "Plain", "Scaled", "as an example")]
     assert fasth.spectra(model)["0"].singular_values.tolist() == [3.0, 2.0]
     assert fasth.nuclear_norm(model).item() == 5.0
-    rates = {group["name"]: group["lr"] for group in fasth.param_groups(model, lr=1.0)}
-    assert rates == {"sigma": math.sqrt(2), "reflectors": 1.0}
+    rates = {group["name"]: group["lr"] for group in fasth.param_groups(model, lr=0.003)}
+    assert rates == pytest.approx({"sigma": 0.003 * math.sqrt(2), "reflectors": 0.003})

@@ -45,15 +45,6 @@ def test_what_sets_the_weight_is_told_what_to_do(call: Callable[[], Any], made_o
         assert word in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
-@pytest.mark.parametrize("normalize", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_what_looks_the_weight_up_is_told_what_to_do(normalize: Callable[[nn.Module], nn.Module]) -> None:
-    for layer in (LinearSVD(4, 4), Conv2dSVD(4, 4, 3), copy.deepcopy(LinearOrthogonal(4, 4))):
-        with pytest.raises(AttributeError, match=r"`weight` is no parameter.*`sigma`.*`fasth\.to_dense`"):
-            normalize(layer)
-        assert isinstance(normalize(to_dense(layer)), nn.Module)
-
-
 def test_what_the_message_recommends_works() -> None:
     model = nn.Sequential(Conv2dSVD(3, 4, 3), nn.BatchNorm2d(4)).eval()
     x = torch.randn(2, 3, 5, 5)

@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FEWER = ("angle 0.0007, σ × 0.3", "angle 0.0028, σ × 0.3", "the same with the direction m")  # not at the high rate
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-BEYOND = (3e-1, 1.0)  # where the best rate of a sweep is its last
+BEYOND = (3e-1, 1.0, 3.0)  # where the best rate of a sweep is its last
 SEEDS = 3
 JUDGED = ((PLAIN, GROUPS), (ANGLES,))  # in this order
 
@@ -83,7 +83,8 @@ def more_seeds(swept: list[Record], methods: Sequence[str], quick: bool) -> list
                 rates = {LOW, best := best_rate(sweep), thrice(best)}
                 settings = [_run("judge", task, quick) | {"method": method, "lr": lr} for lr in sorted(rates)]
                 runs += [run for one in settings for run in (one, *other_seeds(one, SEEDS - 1))]
-    return runs
+    order = [task.name for task in JUDGING]
+    return sorted(runs, key=lambda run: (run["seed"], order.index(run["task"])))
 
 
 def best_rate(sweep: list[Record]) -> float:

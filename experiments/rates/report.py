@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from experiments.rates import grid
 from experiments.rates.tasks import CHOOSING, JUDGING
 from experiments.rates.training import ANGLES, GROUPS, PLAIN
 from experiments.study.tasks import Task
+from fasth.tools.environment import describe
 
 STYLES = {PLAIN: Style("#D55E00", "s", "--"), GROUPS: Style("#0072B2", "o"), ANGLES: Style("#009E73", "^", "-.")}
 
@@ -29,9 +31,11 @@ def report(options: Options, results: Results, console: Console) -> None:
         "thrice": at_three_times_the_best(judged),
         "growth": growth(judged),
     }
+    machine = f"{describe()['cpu']}, one thread for each run, torch {torch.__version__}"
+    made_by = f"Made by `make rates` on: {machine}; images: {results.header['images']}."
     for name, table in made.items():
         if table.rows:
-            tables.write(folder / f"{name}.md", [table], "", console)
+            tables.write(folder / f"{name}.md", [table], made_by if name == "growth" else "", console)
     if judged:
         figures.save(folder, "judging", partial(draw, judged))
 
@@ -58,20 +62,23 @@ def _scores_by_rate(task: Task, records: Sequence[Record]) -> list[str]:
 
 
 def at_the_low_rate(judged: Sequence[Record]) -> Table:
-    rows = [_row(task, [_cell(task, _of(judged, task, method, grid.LOW)) for method in STYLES]) for task in JUDGING]
-    return Table(f"The tasks that judge, at {grid.LOW:g}", ["task", *STYLES], _whole(rows))
+    rows = [
+        _row(task, [_cell(task, _of(judged, task, method, grid.LOW)) for method in _methods(judged)])
+        for task in JUDGING
+    ]
+    return Table(f"The tasks that judge, at {grid.LOW:g}", ["task", *_methods(judged)], _whole(rows))
 
 
 def at_the_best_rate(judged: Sequence[Record]) -> Table:
     rows = []
     for task in JUDGING:
-        best = [_best(judged, task, method) for method in STYLES]
+        best = [_best(judged, task, method) for method in _methods(judged)]
         cells = [
             f"{_cell(task, _of(judged, task, m, lr))} ({lr:g})" if lr else ""
-            for m, lr in zip(STYLES, best, strict=True)
+            for m, lr in zip(_methods(judged), best, strict=True)
         ]
         rows.append(_row(task, cells))
-    return Table("The tasks that judge, at the best rate of each", ["task", *STYLES], _whole(rows))
+    return Table("The tasks that judge, at the best rate of each", ["task", *_methods(judged)], _whole(rows))
 
 
 def at_three_times_the_best(judged: Sequence[Record]) -> Table:
@@ -79,7 +86,7 @@ def at_three_times_the_best(judged: Sequence[Record]) -> Table:
     rows = []
     for task in JUDGING:
         cells = []
-        for method in STYLES:
+        for method in _methods(judged):
             best = _best(judged, task, method)
             one, other = (
                 (score(_of(judged, task, method, lr)) for lr in (best, grid.thrice(best))) if best else (None, None)
@@ -87,19 +94,29 @@ def at_three_times_the_best(judged: Sequence[Record]) -> Table:
             lost = f" ({100 * (other.mean / one.mean - 1):+.1f} %)" if one and other and not other.diverged else ""
             cells.append(_text(task, other) + lost if other else "")
         rows.append(_row(task, cells))
-    return Table("The tasks that judge, at about three times the best rate", ["task", *STYLES], _whole(rows))
+    return Table("The tasks that judge, at about three times the best rate", ["task", *_methods(judged)], _whole(rows))
 
 
 def growth(judged: Sequence[Record]) -> Table:
     """The geometric mean over the weights of ‖W‖ at the end over ‖W‖ at the start."""
     rows = []
     for task in JUDGING:
-        best = [_best(judged, task, method) for method in STYLES]
-        values = [_of(judged, task, m, lr, "growth") if lr else [] for m, lr in zip(STYLES, best, strict=True)]
+        best = [_best(judged, task, method) for method in _methods(judged)]
+        values = [
+            _of(judged, task, m, lr, "growth") if lr else [] for m, lr in zip(_methods(judged), best, strict=True)
+        ]
         rows.append([task.name, *(found.text(2) if (found := score(v)) else "" for v in values)])
     return Table(
-        "The factor by which weights grew in training, at the best rate of each", ["task", *STYLES], _whole(rows)
+        "The factor by which weights grew in training, at the best rate of each",
+        ["task", *_methods(judged)],
+        _whole(rows),
     )
+
+
+def _methods(judged: Iterable[Record]) -> list[str]:
+    """Those that have results."""
+    found = {record["method"] for record in judged}
+    return [method for method in STYLES if method in found]
 
 
 def _of(judged: Iterable[Record], task: Task, method: str, lr: float, what: str = "score") -> list[float | None]:
@@ -132,10 +149,11 @@ def _whole(rows: list[list[str]]) -> list[list[str]]:
 def draw(judged: Sequence[Record]) -> Figure:
     """The scores of all rates: means over seeds, and bands of one standard deviation."""
     tasks = [task for task in JUDGING if any(r["task"] == task.name for r in judged)]
-    figure, axes = figures.panels([task.name for task in tasks], 4)
+    figure, axes = figures.panels([task.name for task in tasks], 4, width=3.0)
     for task, panel in zip(tasks, axes, strict=False):
         worst = []
-        for method, style in STYLES.items():
+        for method in _methods(judged):
+            style = STYLES[method]
             points = {lr: score(_of(judged, task, method, lr)) for lr in (*grid.RATES, *grid.BEYOND)}
             found = {lr: value for lr, value in points.items() if value and not value.diverged}
             means = [value.mean for value in found.values()]
@@ -145,7 +163,8 @@ def draw(judged: Sequence[Record]) -> Figure:
             worst += means
         panel.set(xscale="log", xlabel="learning rate", ylabel=f"{task.unit}, lower is better")
         if worst:
-            least = min(worst)
-            panel.set_ylim(least - 0.05 * abs(least), least + 1.2 * (sorted(worst)[len(worst) // 2] - least) + 1e-9)
+            # The worst quarter would leave no room for the differences.
+            least, most = min(worst), sorted(worst)[3 * len(worst) // 4]
+            panel.set_ylim(least - 0.08 * (most - least), most + 0.08 * (most - least))
     figures.legend(figure, axes)
     return figure

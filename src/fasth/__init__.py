@@ -75,3 +75,6 @@ for _function in (hidden_gradients, spectra, tune):
     _module = sys.modules[_function.__module__]
     sys.modules[f"fasth.{_function.__name__}"] = _module
     vars(_function).update({name: getattr(_module, name) for name in _module.__all__})
+
+# Modules that users know by another name: ``from fasth.peft import enable``.
+sys.modules |= {"fasth.peft": peft, "fasth.lipschitz": lipschitz}

@@ -83,28 +83,6 @@ def holds(module: nn.Module, tensors: dict[str, Tensor]) -> bool:
     return True
 
 
-class ParametersWithoutWeight(dict[str, Any]):
-    """A module's parameters by name. Whoever looks up one that is not there learns what to do."""
-
-    def __missing__(self, name: str) -> Any:
-        raise AttributeError(
-            f"`{name}` is no parameter: layers of fasth compute their weights. Act on `sigma`, or convert the model by "
-            "`fasth.to_dense` first"
-        )
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name if name in self else self.__missing__(name))
-
-
-def explain_missing_weight(module: nn.Module) -> None:
-    """Makes the module's parameters such a dict.
-
-    The old ``weight_norm`` and ``spectral_norm`` look the weight up there. Without this name they would raise
-    ``KeyError: 'weight'``.
-    """
-    module._parameters = ParametersWithoutWeight(module._parameters)
-
-
 def number_of_hooks(module: nn.Module) -> int:
     """How many hooks of any kind are registered with the module or its parameters. PyTorch has no list of them.
 

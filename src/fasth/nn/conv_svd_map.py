@@ -119,8 +119,10 @@ class _ConvMapSVD(ImageMap):
         M, scaled = orthonormal_rows(last), sigma.unsqueeze(-1) * orthonormal_rows(last_of_large)
         for _ in self.kernel_size:
             M, scaled = M.unsqueeze(-3), scaled.unsqueeze(-3)
-        M = torch.matmul(small.columns(M, inner, add_a_tap).mT, scaled)  # V Σ A_nᵀ, or U Σ A_nᵀ: (*b, *taps, low, high)
-        return self._from_taps(large.columns(M, inner_of_large, add_a_tap), wide).flatten(0, len(self._batch))
+        M = torch.matmul(
+            small.multiply(M, inner, add_a_tap).mT, scaled
+        )  # V Σ A_nᵀ, or U Σ A_nᵀ: (*b, *taps, low, high)
+        return self._from_taps(large.multiply(M, inner_of_large, add_a_tap), wide).flatten(0, len(self._batch))
 
     def _has_chain_alone(self) -> bool:
         return bool(self._of_U.steps or self._of_V.steps)
@@ -129,8 +131,8 @@ class _ConvMapSVD(ImageMap):
         sigma = self._sigma() if sigma is None else sigma
         inner_of_U, last_of_U = self._of_U.split(self.reflectors_U)
         inner_of_V, last_of_V = self._of_V.split(self.reflectors_V)
-        x = self._of_V.rows_of(x, inner_of_V, move) @ orthonormal_rows(last_of_V).mT
-        return self._of_U.columns((x * sigma) @ orthonormal_rows(last_of_U), inner_of_U, move)
+        x = self._of_V.multiply_transposed(x, inner_of_V, move) @ orthonormal_rows(last_of_V).mT
+        return self._of_U.multiply((x * sigma) @ orthonormal_rows(last_of_U), inner_of_U, move)
 
     def _inverse_kernel(self) -> Tensor:
         sigma = self._sigma()

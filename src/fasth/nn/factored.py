@@ -68,7 +68,6 @@ class Factored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        _private.explain_missing_weight(self)
         self._cache = Cache()
         self.register_load_state_dict_pre_hook(_convert_state)
 

@@ -92,7 +92,7 @@ class _Orthogonal(ImageMap):
         M = orthonormal_rows(last)
         for _ in self.kernel_size:
             M = M.unsqueeze(-3)
-        chain = self._from_taps(self._chain.columns(M, inner, add_a_tap), self._chain_widens)
+        chain = self._from_taps(self._chain.multiply(M, inner, add_a_tap), self._chain_widens)
         if "patch_reflectors" not in self._factor_names:
             return chain.flatten(*groups)
         return self._composed(self._patches(), chain)
@@ -105,8 +105,8 @@ class _Orthogonal(ImageMap):
         inner, last = self._chain.split(self.reflectors)
         rows = orthonormal_rows(last)
         if self._chain_widens:
-            return self._chain.columns(x @ rows, inner, move)
-        return self._chain.rows_of(x, inner, move) @ rows.mT
+            return self._chain.multiply(x @ rows, inner, move)
+        return self._chain.multiply_transposed(x, inner, move) @ rows.mT
 
     def _patches(self) -> Tensor:
         """The orthogonal matrix of patches, as a kernel: (*b, target, middle, *stride)."""

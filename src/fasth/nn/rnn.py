@@ -43,7 +43,8 @@ class RNNSVD(Recurrent, converts=nn.RNN):
 
     The weights are formed once per call, each at the cost of about 2·hidden time steps of a single sequence, and within
     ``fasth.cached()`` once. On a CPU, in float32 and float64, the compiled core then runs through all times, in about
-    half the time of ``nn.RNN``. Elsewhere tanh and relu take torch's kernels, and modReLU a loop over time.
+    half the time of ``nn.RNN``. Elsewhere tanh and relu take torch's kernels, and modReLU a loop over time, or, on a
+    GPU with up to 256 hidden units, a kernel for all times.
     ``docs/recurrent.md`` says what to choose.
 
     Example:

@@ -69,7 +69,7 @@ class Chain(NamedTuple):
         inner, last = reflectors.split([self.inner * self.half, self.rank], -2)
         return inner.unflatten(-2, (self.inner, self.half)).unbind(-3), last
 
-    def columns(self, M: Tensor, inner: Sequence[Tensor], move: Move) -> Tensor:
+    def multiply(self, M: Tensor, inner: Sequence[Tensor], move: Move) -> Tensor:
         """Each row of M through S_n, A_{n−1}, S_{n−1}, …: after A_n, the product.  M: (*b, *positions, rows, c).
 
         About 3c² operations per row and rotation. No rotation is formed for few rows.
@@ -80,7 +80,7 @@ class Chain(NamedTuple):
                 M = _reflected(M, inner[i])
         return M
 
-    def rows_of(self, M: Tensor, inner: Sequence[Tensor], move: Move) -> Tensor:
+    def multiply_transposed(self, M: Tensor, inner: Sequence[Tensor], move: Move) -> Tensor:
         """Each row of M through …, S_{n−1}, A_{n−1}ᵀ, S_n: before A_nᵀ, the product with transposed rotations."""
         for i, step in reversed(list(enumerate(self.steps))):
             if i < len(inner):
@@ -91,7 +91,7 @@ class Chain(NamedTuple):
     def _shifted(self, M: Tensor, step: Shift, move: Move) -> Tensor:
         if move is add_a_tap and not (is_compiling() or transform_active()):
             return AddATap.apply(M, step, self.half)
-        first, second = _halves(M, self.half)
+        first, second = M.split((self.half, self.channels - self.half), -1)
         if step.of_first_half:
             second, first = move(second, first, step.dim)
         else:
@@ -157,7 +157,7 @@ class AddATap(torch.autograd.Function):
 
 
 def _halves(M: Tensor, half: int) -> tuple[Tensor, ...]:
-    return M.split((half, M.shape[-1] - half), -1)
+    return M.narrow(-1, 0, half), M.narrow(-1, half, M.shape[-1] - half)
 
 
 def _offsets(step: Shift) -> tuple[int, int]:

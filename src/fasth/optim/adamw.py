@@ -25,12 +25,12 @@ class AdamW(torch.optim.AdamW):
 
         Y ← Y − angle · (lr / peak) · d / max(rms(d), 0.01)
 
-    so that the entries of Y move by ``angle`` in the root mean square, whatever lr is. That is 0.001 for compact
-    reflectors of a weight of full rank: see ``fasth.param_groups``, whose rates all other parameters have. ``peak`` is
-    the rate that this optimizer is made with. A schedule scales the angle as it scales lr, with a warm-up from 0, too.
-    ``docs/training.md`` has the reasons and the experiments.
+    so that the entries of Y move by ``angle`` in the root mean square, whatever lr is: 0.0014 for compact reflectors of
+    a weight of full rank with singular values to train. All other parameters have the rates of ``fasth.param_groups``.
+    ``peak`` is the rate that this optimizer is made with. A schedule scales the angle as it scales lr, also from 0.
+    ``docs/training.md`` compares it with ``param_groups``, which is what we recommend.
 
-    The state is that of ``torch.optim.AdamW``. A step costs three more passes over the reflectors than there.
+    The state is that of ``torch.optim.AdamW``, whose step takes half of the time.
 
     Args:
         model: a module, or groups that ``fasth.param_groups`` made.
@@ -58,8 +58,7 @@ class AdamW(torch.optim.AdamW):
         **options: Any,
     ) -> None:
         if isinstance(model, nn.Module):
-            made_for = {"optimizer": AdamW, "reflectors": reflectors}
-            groups = param_groups(model, lr=lr, weight_decay=weight_decay, **made_for)
+            groups = param_groups(model, lr=lr, weight_decay=weight_decay, optimizer=AdamW, reflectors=reflectors)
         else:
             groups = _checked(model, reflectors)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
@@ -75,7 +74,7 @@ class AdamW(torch.optim.AdamW):
             _set_peak(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. ``closure`` computes the loss and its gradients, and is called once, before the step."""
         loss = None
         if closure is not None:
@@ -125,7 +124,7 @@ def _local(t: Any) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def _norms(tensors: list[Any]) -> list[Tensor]:
     """Each tensor's Frobenius norm, in float32 at least. Those of sharded ones are reduced together."""
     norms = [torch.linalg.vector_norm(_local(t), dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     sharded: dict[Any, list[int]] = defaultdict(list)

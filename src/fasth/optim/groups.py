@@ -21,8 +21,8 @@ OptimizerClass: TypeAlias = type[Optimizer]
 SIGMA, DENSE, REFLECTORS, VECTORS = KINDS = ("sigma", "dense", "reflectors", "vectors")
 CONSTANT = "constant"  # not for an optimizer
 
-# Both were chosen by experiments/rates, on the tasks that choose: the lr at which the rates of an SVD move W as far as a
-# dense one moves; and, for ``fasth.optim.AdamW``, the root mean square of a step of reflectors.
+# Chosen by experiments/rates, on the tasks that choose: the lr at which an SVD moves W as far as a dense layer does;
+# and, for ``fasth.optim.AdamW``, the root mean square of a step of reflectors.
 LR, ANGLE = 0.003, 0.0014
 
 # A step of these is as long as the gradient. That of any other optimizer has its rate's size, whatever the gradient's.
@@ -47,23 +47,22 @@ def param_groups(
     optimizer: OptimizerClass = torch.optim.AdamW,
     reflectors: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Parameters for an optimizer, with rates at which W = U diag(σ) Vᵀ moves about as far as a dense W does at lr.
-
-    ``fasth.optim.AdamW(model, lr=…)`` is what we recommend; this function is for other optimizers.
+    """Parameters for an optimizer, with rates at which W = U diag(σ) Vᵀ learns as a dense W does at lr.
 
     **Rates.** Adam and its kin move every number by about lr. A dense W: (n, m) then moves by a matrix with entries
-    ±lr: its norm is lr·√(n·m), and its spectral norm about lr·(√n + √m) where the signs are random. One rate for all
-    would move W by lr·√k through its k singular values, of spectral norm lr: far less. The rate of sigma is
-    lr·(√n + √m)/2, with which a square W moves by lr·√(n·m), as the dense one does. Compact reflectors move W that much
-    at the rate lr, if the singular values are those that ``nn.Linear`` starts with; full ones are twice as many
-    numbers, and get lr/√2. For an ``optimizer`` whose step is as long as the gradient, ``torch.optim.SGD``, sigma's
-    rate is the same, and that of the reflectors is 0.3·lr, and half of it for full ones. Where a spectrum maps sigma to
-    σ, the rate is divided by the slope of the map, for SGD by its square. For a layer of rank r, Adam's rates are
-    multiplied by √(min(n, m)/r), since fewer numbers move W less. An ``RNNSVD`` whose σ are bounded, as by default, is
-    made to remember, and a change of W_hh acts at every time step: its reflectors have lr/40, or lr/20 where W_hh is
-    orthogonal, and sigma a hundredth of the rate above. All else has the rate lr.
-    ``docs/training.md`` has the derivation, the experiments that the rates were chosen by, and where dense layers learn
-    better.
+    ±lr, of norm lr·√(n·m). A square W moves as far if the rate of sigma is lr·(√n + √m)/2 and that of compact
+    reflectors lr; full ones are twice as many numbers, and take lr/√2. But a dense W grows in training, so that its
+    relative step shrinks, the more so the larger lr is, and U and V do not grow. So both rates follow √lr:
+
+        sigma: √(0.003·lr) · (√n + √m)/2        compact reflectors: √(0.003·lr)        all else: lr
+
+    Where a spectrum maps sigma to σ, its rate is divided by the slope of the map. For a layer of rank r, both are
+    multiplied by √(min(n, m)/r), since fewer numbers move W less. For an ``optimizer`` whose step is as long as the
+    gradient, ``torch.optim.SGD``, sigma has lr·(√n + √m)/2, divided by the square of the slope, and reflectors have
+    0.3·lr, and half of it if they are full. Orthogonal weights, which have no sigma, have lr, or lr/√2. An ``RNNSVD``
+    whose σ are bounded, as by default, is made to remember, and a change of W_hh acts at every time step: its
+    reflectors have lr/40, or lr/20 where W_hh is orthogonal, and sigma a hundredth of lr·(√n + √m)/2.
+    ``docs/training.md`` has the derivation, how the rates were chosen, and how they were judged on other tasks.
 
     **Decay.** As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W: where the loss has no gradient, a step takes
     W to (1 − lr·weight_decay)·W, as it does with a dense layer. So sigma's decay is divided by what its rate was
@@ -77,15 +76,14 @@ def param_groups(
         weight_decay: as the optimizer takes it. It is set for every group, in place of the optimizer's default.
         optimizer: the class that the groups are for. ``SGD`` and ``ASGD`` follow the gradient, any other class counts
             as one of Adam's kin. ``Adam`` and others that add the decay to the gradient get it undivided.
-            ``fasth.optim.AdamW``, which calls this function, gets angles and its own rate of sigma.
-        reflectors: multiplies the rate of reflectors, and their angle. Less is right where large singular values are
-            shaken, as in transformers at a high lr; more where lr is low.
+            ``fasth.optim.AdamW``, which calls this function, gets an angle for reflectors in place of a rate.
+        reflectors: multiplies the rate of reflectors, or their angle.
 
     Returns:
-        Groups with "params", "weight_decay", "name", if lr is given "lr", and for ``fasth.optim.AdamW`` "angle"; the names are "sigma", of every layer of fasth
-        and every tensor under ``fasth.parametrizations``, one group for each rate; "dense", every other parameter of
-        two or more dimensions; "reflectors"; and "vectors", biases and the like. The last two do not decay. A group
-        without parameters is left out.
+        Groups with "params", "weight_decay", "name", and, if lr is given, "lr". The names are "sigma", of every layer
+        of fasth and every tensor under ``fasth.parametrizations``, one group for each rate; "dense", every other
+        parameter of two or more dimensions; "reflectors"; and "vectors", biases and the like. The last two do not
+        decay. A group without parameters is left out.
 
     Example:
         >>> model = fasth.to_svd(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))

@@ -126,9 +126,8 @@ def has_to_compose(g: Tensor, backend: str) -> bool:
         return True
     if is_compiling():
         return False
-    if backend == CORE:
-        return not compiled._core.accepts(g)  # type: ignore[union-attr]  # the plan says that there is a core
-    return not _has_memory(g)
+    core: Any = compiled._core
+    return not (core.accepts(g) if backend == CORE else _has_memory(g))
 
 
 def _has_memory(t: Tensor) -> bool:

@@ -22,7 +22,7 @@ SUMS_WARPS = 4
 
 LARGEST_STATE = 256  # numbers in a state of a recurrence
 SEQUENCES = 16  # that one program takes through all times
-STATE_SLICE = 32  # numbers of a state that are multiplied at a time
+STATE_SLICE = 16  # numbers of a state that are multiplied at a time; 32 spill
 STATE_TILE = 128  # numbers of the next state that they give; 256 compile for minutes
 STATE_WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
 

@@ -16,12 +16,17 @@ from fasth.reflections.triton.configurations import FUSE
 observers: list[Callable[[Any, dict[str, int], dict[str, Any]], None]] = []
 
 
+def on_hip(options: dict[str, int]) -> dict[str, int]:
+    """AMD's warps have 64 threads, so that 8 are as many as 16 of NVIDIA's. There is no limit to registers to give."""
+    return {"num_warps": min(options["num_warps"], 8)}
+
+
 def launched(kernel: Any, programs: int, options: dict[str, int], **arguments: Any) -> None:
     for observer in observers:
         observer(kernel, options, arguments)
     first = next(t for t in arguments.values() if isinstance(t, Tensor))
-    if torch.version.hip:  # it has no such option
-        options = {name: value for name, value in options.items() if name != "maxnreg"}
+    if torch.version.hip:
+        options = on_hip(options)
     if programs and not first.is_meta:
         with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
             kernel[(programs,)](**arguments, **options, enable_fp_fusion=FUSE)

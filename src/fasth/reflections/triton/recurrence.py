@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fasth.reflections.triton import recurrence_kernels as kernels
-from fasth.reflections.triton.configurations import SEQUENCES, STATE_SLICE, STATE_TILE, STATE_WARPS, columns_held
+from fasth.reflections.triton.configurations import (
+    DEFAULT_REGISTERS,
+    SEQUENCES,
+    STATE_SLICE,
+    STATE_TILE,
+    STATE_WARPS,
+    columns_held,
+)
 from fasth.reflections.triton.launching import launched
 
 
@@ -64,7 +71,7 @@ def recurrence_backward(
 
 
 def _programs(x: Tensor) -> tuple[int, dict[str, int]]:
-    return -(-x.shape[1] // SEQUENCES), {"num_warps": STATE_WARPS[_tile(x.shape[2])]}
+    return -(-x.shape[1] // SEQUENCES), {"num_warps": STATE_WARPS[_tile(x.shape[2])], "maxnreg": DEFAULT_REGISTERS}
 
 
 def _tile(h: int) -> int:
@@ -75,7 +82,7 @@ def _sizes(x: Tensor, reverse: bool) -> dict[str, Any]:
     times, batch, h = x.shape
     # Products of numbers that bfloat16 or float16 stored are exact in TF32.
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    tiles = {"ROWS": SEQUENCES, "TILE": _tile(h), "SLICE": min(STATE_SLICE, columns_held(h))}
+    tiles = {"ROWS": SEQUENCES, "TILE": _tile(h), "SLICE": STATE_SLICE}
     return {"times": times, "batch": batch, "h": h, "REVERSE": reverse, **tiles, "PRECISION": precision}
 
 

@@ -1,7 +1,4 @@
-"""What a network with a Lipschitz constant of 1 needs besides orthogonal layers, and the bound that such a network has.
-
-All constants are those of the Euclidean norm, of whole images or vectors. ``docs/convolutions.md`` has an example.
-"""
+"""A Lipschitz constant of a model: the product of those of its parts."""
 
 from __future__ import annotations
 
@@ -10,16 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from fasth.nn.conv import Conv1dSVD, Conv2dSVD
 from fasth.nn.conv_svd_map import Conv1dMapSVD, Conv2dMapSVD
-from fasth.nn.factored import at_least_one, check_dtype
 from fasth.nn.held_weight import held_weights
 from fasth.nn.image_map import ImageMap
 from fasth.nn.linear import LinearOrthogonal, LinearSVD, LinearSymmetric
+from fasth.nn.lipschitz.layers import GroupSort, LinearUnitRows, NormPool2d, Residual, ScaledAvgPool2d
 from fasth.nn.orthogonal_conv import (
     Conv1dOrthogonal,
     Conv2dOrthogonal,
@@ -27,200 +23,7 @@ from fasth.nn.orthogonal_conv import (
     ConvTranspose2dOrthogonal,
 )
 
-__all__ = [
-    "GroupSort",
-    "LinearUnitRows",
-    "LipschitzBound",
-    "NormPool2d",
-    "Residual",
-    "ScaledAvgPool2d",
-    "bound",
-    "certified_radius",
-    "conv_norm_bound",
-    "margin_loss",
-]
-
 Rule: TypeAlias = Callable[[Any], float]
-
-
-# Layers. Each is 1-Lipschitz.
-
-
-class GroupSort(nn.Module):
-    """Sorts the channels within groups, in ascending order: (*, channels, *) → the same shape.
-
-    A permutation that depends on the input: it keeps the norm of the input, and that of the gradient, where ReLU loses
-    both. With ``size`` = 2, the default, it is MaxMin (Anil, Lucas & Grosse, 2019).
-
-    Args:
-        size: of a group; it divides the number of channels.
-        dim: of the channels.
-    """
-
-    def __init__(self, size: int = 2, dim: int = 1) -> None:
-        super().__init__()
-        at_least_one(size=size)
-        self.size, self.dim = size, dim
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Sorted along ``dim`` in groups of ``size``."""
-        if input.shape[self.dim] % self.size:
-            raise ValueError(
-                f"dimension {self.dim} of `input` should be a multiple of the group size {self.size}; "
-                f"got shape {tuple(input.shape)}"
-            )
-        dim = self.dim % input.ndim
-        groups = input.unflatten(dim, (-1, self.size))
-        if self.size == 2:  # in less time than a sort
-            first, second = groups.unbind(dim + 1)
-            ordered = torch.stack((torch.minimum(first, second), torch.maximum(first, second)), dim + 1)
-        else:
-            ordered = groups.sort(dim + 1).values
-        return ordered.flatten(dim, dim + 1)
-
-    def extra_repr(self) -> str:
-        return f"size={self.size}, dim={self.dim}"
-
-
-class ScaledAvgPool2d(nn.Module):
-    """k · mean over patches of k×k pixels: the orthogonal projection to images that are constant there.
-
-    (*, c, H, W) → (*, c, ⌊H/k⌋, ⌊W/k⌋). ``nn.AvgPool2d`` has the norm 1/k. What should lose nothing is
-    ``nn.PixelUnshuffle``, or an orthogonal convolution with a stride.
-    """
-
-    def __init__(self, kernel_size: int) -> None:
-        super().__init__()
-        at_least_one(kernel_size=kernel_size)
-        self.kernel_size = kernel_size
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The scaled mean of each patch."""
-        return self.kernel_size * F.avg_pool2d(input, self.kernel_size)
-
-    def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}"
-
-
-class NormPool2d(nn.Module):
-    """‖patch‖₂ of patches of k×k pixels: (*, c, H, W) → (*, c, ⌊H/k⌋, ⌊W/k⌋). It keeps the norm of the image.
-
-    The gradient of a patch of zeros is zero.
-    """
-
-    def __init__(self, kernel_size: int) -> None:
-        super().__init__()
-        at_least_one(kernel_size=kernel_size)
-        self.kernel_size = kernel_size
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The norm of each patch."""
-        k = self.kernel_size
-        height, width = (size // k * k for size in input.shape[-2:])
-        patches = input[..., :height, :width].unflatten(-1, (-1, k)).unflatten(-3, (-1, k))
-        return torch.linalg.vector_norm(patches, dim=(-3, -1))
-
-    def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}"
-
-
-class Residual(nn.Module):
-    """α x + (1 − α) f(x) with α in (0, 1) learnt, one half at the start: 1-Lipschitz where f is.
-
-    x + f(x) has a constant of up to 2.
-    """
-
-    def __init__(self, *f: nn.Module) -> None:
-        super().__init__()
-        self.f = f[0] if len(f) == 1 else nn.Sequential(*f)
-        self.raw = nn.Parameter(torch.zeros(()))
-
-    @property
-    def alpha(self) -> Tensor:
-        """The part of the input: a scalar."""
-        return self.raw.sigmoid()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The convex combination of ``input`` and f(input), which has its shape."""
-        return torch.lerp(self.f(input), input, self.alpha.to(input.dtype))
-
-
-class LinearUnitRows(nn.Linear):
-    """x Wᵀ + bias with rows of W of norm 1: each output is 1-Lipschitz, and free to point where it likes.
-
-    As the last layer of a classifier: see ``certified_radius``. ``nn.Linear``'s signature; ``weight`` are the rows
-    before they are divided by their norms.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        check_dtype(dtype)
-        super().__init__(in_features, out_features, bias, device, dtype)
-
-    @property
-    def rows(self) -> Tensor:
-        """W: (out, in), differentiable. Rows that began shorter than 1e-12 stay shorter than 1."""
-        return F.normalize(self.weight, dim=1)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(*, in) → (*, out)."""
-        return F.linear(input, self.rows, self.bias)
-
-
-# What a classifier is trained with, and what it is then certain of.
-
-
-def margin_loss(scores: Tensor, labels: Tensor, *, margin: float = 1.0, temperature: float = 0.25) -> Tensor:
-    """τ · cross entropy((scores − margin · onehot(labels)) / τ), the mean over the batch: a scalar.
-
-    As τ → 0 that is max(0, margin − (the label's score − the largest other)): scores of a 1-Lipschitz network cannot
-    grow without bound, and what is to grow is their distance, up to ``margin`` and, with τ, softly beyond. A larger
-    margin buys certified radius with accuracy.
-
-    Args:
-        scores: (batch, classes).
-        labels: (batch,), integers.
-        margin: in the units of the scores: √2 times the radius that is wanted, for a last layer with orthonormal rows.
-        temperature: τ, above 0.
-    """
-    if not temperature > 0:
-        raise ValueError(f"`temperature` should be above 0; got {temperature}")
-    moved = scores - margin * F.one_hot(labels, scores.shape[-1]).to(scores.dtype)
-    return temperature * F.cross_entropy(moved / temperature, labels)
-
-
-def certified_radius(
-    scores: Tensor, labels: Tensor | None = None, *, lipschitz: float = 1.0, rows: Tensor | None = None
-) -> Tensor:
-    """How far an input can be moved without the class changing: (batch,), in the Euclidean norm.
-
-    min over j ≠ y of (score_y − score_j) / (L · ‖w_y − w_j‖), with y the label, or the largest score if no labels are
-    given; negative where the label is not the largest.
-
-    Args:
-        scores: (batch, classes).
-        labels: (batch,).
-        lipschitz: L, a Lipschitz constant of the map to all scores, or, with ``rows``, of what is before the last
-            layer.
-        rows: (classes, features), the weight of the last layer, ``LinearUnitRows.rows`` for example. Without it
-            ‖w_y − w_j‖ is √2, as for the scores themselves, and for orthonormal rows.
-    """
-    y = scores.argmax(-1) if labels is None else labels
-    distances: Tensor | float = math.sqrt(2)
-    if rows is not None:
-        distances = (rows[y].unsqueeze(1) - rows).norm(dim=-1)
-    margins = scores.gather(-1, y.unsqueeze(-1)) - scores
-    radii = (margins / distances / lipschitz).scatter(-1, y.unsqueeze(-1), math.inf)
-    return radii.amin(-1)
-
-
-# The bound of a model.
 
 
 class LipschitzBound(NamedTuple):
@@ -249,8 +52,8 @@ def bound(model: nn.Module, *, rules: Mapping[type[nn.Module], Rule] | None = No
         rules: functions from a module of exactly this class to its constant, which come before those known here.
 
     Example:
-        >>> net = nn.Sequential(fasth.Conv2dOrthogonal(2, 8, 3, padding=1), GroupSort(), nn.Flatten(), nn.Linear(512,
-        10)) >>> print(bound(net.eval()))
+        >>> net = nn.Sequential(fasth.Conv2dOrthogonal(2, 8, 3, padding=1), GroupSort(), nn.Flatten())
+        >>> print(bound(net.eval()))
     """
     parts: dict[str, float] = {}
     _collect(model, "", dict(_RULES) | dict(rules or {}), parts)

@@ -1,0 +1,21 @@
+"""What a network with a Lipschitz constant of 1 needs besides orthogonal layers, and the bound that such a network has.
+
+All constants are those of the Euclidean norm, of whole images or vectors. ``docs/convolutions.md`` has an example.
+"""
+
+from fasth.nn.lipschitz.bounds import LipschitzBound, bound, conv_norm_bound
+from fasth.nn.lipschitz.classifiers import certified_radius, margin_loss
+from fasth.nn.lipschitz.layers import GroupSort, LinearUnitRows, NormPool2d, Residual, ScaledAvgPool2d
+
+__all__ = [
+    "GroupSort",
+    "LinearUnitRows",
+    "LipschitzBound",
+    "NormPool2d",
+    "Residual",
+    "ScaledAvgPool2d",
+    "bound",
+    "certified_radius",
+    "conv_norm_bound",
+    "margin_loss",
+]
