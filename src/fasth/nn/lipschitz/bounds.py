@@ -54,6 +54,10 @@ def bound(model: nn.Module, *, rules: Mapping[type[nn.Module], Rule] | None = No
     Example:
         >>> net = nn.Sequential(fasth.Conv2dOrthogonal(2, 8, 3, padding=1), GroupSort(), nn.Flatten())
         >>> print(bound(net.eval()))
+        0      1
+        1      1
+        2      1
+        bound  1
     """
     parts: dict[str, float] = {}
     _collect(model, "", dict(_RULES) | dict(rules or {}), parts)
