@@ -70,6 +70,7 @@ def function(nonlinearity: str, times: Times, implementation=recurrence):
     return states
 
 
+@pytest.mark.every_level
 @each_nonlinearity
 @pytest.mark.parametrize(("lengths", "h", "packed"), PROBLEMS.values(), ids=PROBLEMS.keys())
 def test_is_the_definition(nonlinearity, lengths, h, packed, path, precise):
