@@ -15,6 +15,7 @@ LONGEST = 2048  # numbers in a row that one program holds
 SWEEP_WARPS = {16: 1, 32: 1, 64: 1, 128: 2, 256: 4, 512: 4, 1024: 8, 2048: 16}
 # Registers that a thread of the sweep may take on NVIDIA's GPUs. Left alone, their assembler prefers to spill a few.
 SWEEP_REGISTERS = {128: 168, 1024: 255}
+SWEEP_STAGES = {1024: 1}  # of its loads; with 2, rows of 1024 numbers spill
 DEFAULT_REGISTERS = 128
 FACTORS_WARPS = 4
 GRADIENT_WARPS = 8  # 4 spill on sm_75

@@ -24,6 +24,7 @@ from fasth.reflections.triton.configurations import (
     STEP,
     SUMS_WARPS,
     SWEEP_REGISTERS,
+    SWEEP_STAGES,
     SWEEP_WARPS,
     chunk,
     columns_held,
@@ -309,7 +310,7 @@ def sweep(
         HAS_SIGMA=sigma.values is not None,
         HAS_BIAS=bias is not None,
         HAS_COPY=copy is not None,
-        STAGES=2,
+        STAGES=SWEEP_STAGES.get(D, 2),
     )
     return recorded
 
