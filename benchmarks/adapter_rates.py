@@ -209,7 +209,7 @@ def best_rate(losses: dict[float, float]) -> float:
 def summary(results: Results, runs: list[Run]) -> list[tables.Table]:
     """The best rates, as multiples of LoRA's, and the losses at them."""
     losses: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for record in results.of(runs):
+    for record in results.finished(runs):
         value = math.inf if record["loss"] is None else record["loss"]
         losses.setdefault((record["task"], record["kind"]), {}).setdefault(record["rate"], []).append(value)
     means = {key: {rate: statistics.fmean(found) for rate, found in by.items()} for key, by in losses.items()}

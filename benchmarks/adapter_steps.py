@@ -217,7 +217,9 @@ def main(arguments: list[str] | None = None) -> None:
             break
         results.add(run | measure(run, options.rounds))
         console.print(run)
-    done = sorted(results.of(runs), key=lambda record: ([*LAYERS].index(record["layer"]), record["rows"], record["r"]))
+    done = sorted(
+        results.finished(runs), key=lambda record: ([*LAYERS].index(record["layer"]), record["rows"], record["r"])
+    )
     note = (
         f"Medians of {options.rounds} steps, taken in turns; a step of more than {SLOW:g} s is timed once, and HRA "
         f"where it takes less than about {TOO_SLOW:g} s. float32. {results.header['machine']}, "

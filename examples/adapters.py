@@ -264,8 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {}
     for name, (least, default, quick) in SIZES.items():
-        given = getattr(options, name)
-        sizes[name] = given if given is not None else quick if options.quick else default
+        chosen = getattr(options, name)
+        sizes[name] = chosen if chosen is not None else quick if options.quick else default
         if sizes[name] < least:
             parser.error(f"--{name} should be at least {least}; got {sizes[name]}")
     results = run(**sizes, rates=RATES[1:4] if options.quick else RATES, console=Console())

@@ -241,9 +241,11 @@ def side_by_side(runs: Sequence[Trained]) -> Table:
     table = new_table(f"Both networks; seeds: {len(runs)}", "", "plain", "SVD")
     models = [run.plain for run in runs], [run.svd for run in runs]
     for data in ("test", "training"):
-        found = [[accuracy(m, getattr(run, data)) for m, run in zip(of, runs, strict=True)] for of in models]
+        found = [
+            [accuracy(m, getattr(run, data)) for m, run in zip(networks, runs, strict=True)] for networks in models
+        ]
         table.add_row(f"{data} accuracy, %", *map(mean_and_range, found))
-    table.add_row("parameters", *(f"{count_parameters(of[0]):,}" for of in models))
+    table.add_row("parameters", *(f"{count_parameters(networks[0]):,}" for networks in models))
     steps = [[seconds for run in runs for seconds in run.seconds[name]] for name in ("plain", "SVD")]
     plain, svd = map(undisturbed, steps)
     table.add_row("training step, ms", f"{1e3 * plain:.2f}", f"{1e3 * svd:.2f} ({svd / plain:.2f} × plain)")
@@ -353,8 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {}
     for name, (least, default, quick) in SIZES.items():
-        given = getattr(options, name)
-        sizes[name] = given if given is not None else quick if options.quick else default
+        chosen = getattr(options, name)
+        sizes[name] = chosen if chosen is not None else quick if options.quick else default
         if sizes[name] < least:
             parser.error(f"--{name} should be at least {least}; got {sizes[name]}")
 

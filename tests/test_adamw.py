@@ -165,8 +165,8 @@ def test_groups_are_taken():
     twin = copy.deepcopy(model)
     ours = AdamW(param_groups(model, lr=0.02, weight_decay=DECAY, optimizer=AdamW))
     theirs = AdamW(twin, lr=0.02, weight_decay=DECAY)
-    for optimizer, of in ((ours, model), (theirs, twin)):
-        gradients(of, 0)
+    for optimizer, net in ((ours, model), (theirs, twin)):
+        gradients(net, 0)
         optimizer.step()
     assert torch.equal(model.reflectors, twin.reflectors) and torch.equal(model.sigma, twin.sigma)
     later = LinearSVD(4, 4)

@@ -621,7 +621,7 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    "of",
+    "change",
     [
         lambda t: t.as_subclass(Subclass),
         lambda t: t.to("meta"),
@@ -633,12 +633,12 @@ class Subclass(torch.Tensor):
     ],
     ids=["subclass", "meta", "zeros without memory", "negative bit", "float16", "two dtypes", "no tensor"],
 )
-def test_does_not_accept(of):
+def test_does_not_accept(change):
     accepts, t = core.core().accepts, torch.randn(3, 3)
     assert accepts(t, torch.nn.Parameter(t), None, t[:0], t.mT)
     assert accepts(t.double(), None) and accepts()
-    assert not accepts(t, of(t))
-    assert not accepts(of(t), None, t)
+    assert not accepts(t, change(t))
+    assert not accepts(change(t), None, t)
 
 
 def test_does_not_accept_what_a_transform_wraps():

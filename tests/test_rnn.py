@@ -138,9 +138,11 @@ def assert_matches_twin(
 ) -> None:
     """``call(rnn, *tensors)``, and the gradients of all tensors and parameters, as those of its twin."""
     results = []
-    for of in (lambda rnn: rnn, twin):
+    for prepare in (lambda rnn: rnn, twin):
         torch.manual_seed(1)  # for dropout
-        results.append(value_and_gradients(lambda *t, of=of: call(of(rnn), *t), tensors, list(rnn.parameters())))
+        results.append(
+            value_and_gradients(lambda *t, prepare=prepare: call(prepare(rnn), *t), tensors, list(rnn.parameters()))
+        )
     assert_close(*results, 30 * rnn.hidden_size)
 
 

@@ -253,8 +253,8 @@ def test_little_is_saved_where_the_rows_after_every_block_would_take_much_memory
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         out = actual(tensors, "shared")
-    given = sum(t.numel() for t in tensors.values())
-    assert sum(sizes) <= 4 * given + (1 << 18)
+    given_size = sum(t.numel() for t in tensors.values())
+    assert sum(sizes) <= 4 * given_size + (1 << 18)
     assert_all_close(with_gradients(out, tensors), expected(tensors, "shared"), 716)
 
 

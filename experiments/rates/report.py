@@ -42,7 +42,7 @@ def report(options: Options, results: Results, console: Console) -> None:
 
 def chosen(results: Results, quick: bool) -> Table:
     """A line for each variant; a cell has the scores at the three rates."""
-    found = results.of(grid.choosing(quick))
+    found = results.finished(grid.choosing(quick))
     rows = []
     for name, settings in grid.VARIANTS.items():
         mine = [r for r in found if grid.variant_of(r) == settings]

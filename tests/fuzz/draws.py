@@ -108,10 +108,10 @@ class Draw:
 
     def arranged(self, t: Tensor) -> Tensor:
         """The same numbers with other strides: transposed in memory, with gaps, expanded, with an offset, negated."""
-        how = self.weighted(ARRANGED)
-        if how != "contiguous":
-            self.note(how)
-        return _ARRANGE[how](t)
+        layout = self.weighted(ARRANGED)
+        if layout != "contiguous":
+            self.note(layout)
+        return _ARRANGE[layout](t)
 
 
 def _transposed(t: Tensor) -> Tensor:

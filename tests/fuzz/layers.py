@@ -94,13 +94,15 @@ def through_changes(draw: Draw, layer: Any, draw_input: Callable[[Draw, torch.dt
 
 def compare_layer(draw: Draw, layer: Any, x: Tensor) -> None:
     """In one of the ways to call it; the twin is made of the parameters as they are now."""
-    how = draw.weighted({"train": 8, "no_grad": 3, "inference_mode": 1, "cached": 4, "functional_call": 2, "weight": 2})
-    draw.note(how)
-    draw.actions[how] += 1
-    if how == "weight" and max(_matrix_shape(layer)) > 60:
-        how = "train"
+    mode = draw.weighted(
+        {"train": 8, "no_grad": 3, "inference_mode": 1, "cached": 4, "functional_call": 2, "weight": 2}
+    )
+    draw.note(mode)
+    draw.actions[mode] += 1
+    if mode == "weight" and max(_matrix_shape(layer)) > 60:
+        mode = "train"
     {"train": compare_training, "cached": _cached, "functional_call": _functional_call, "weight": _weight}.get(
-        how, lambda draw, layer, x: _without_gradients(layer, x, how)
+        mode, lambda draw, layer, x: _without_gradients(layer, x, mode)
     )(draw, layer, x)
 
 
@@ -123,8 +125,8 @@ def compare_training(draw: Draw, layer: Any, x: Tensor, call: Callable[[Tensor],
     )
 
 
-def _without_gradients(layer: Any, x: Tensor, how: str) -> None:
-    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+def _without_gradients(layer: Any, x: Tensor, mode: str) -> None:
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
         out = layer(x)
     twin = twin_of(layer)
     check_output(layer, twin, x, out, output_of(layer, twin, x.double()))

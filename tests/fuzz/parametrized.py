@@ -162,16 +162,19 @@ def _parametrized(module: Any) -> list[str]:
 
 def _held(module: Any, path: str, copies: dict[str, Tensor]) -> list[HeldWeight]:
     """The matrices of a parametrized tensor, one after another, from the copies of what it is stored as."""
-    where, _, name = path.rpartition(".")
-    of = module.get_submodule(where).parametrizations[name][0]
-    prefix = f"{where}.parametrizations.{name}." if where else f"parametrizations.{name}."
-    first = copies[prefix + of.stored[0]]
+    owner, _, name = path.rpartition(".")
+    parametrization = module.get_submodule(owner).parametrizations[name][0]
+    prefix = f"{owner}.parametrizations.{name}." if owner else f"parametrizations.{name}."
+    first = copies[prefix + parametrization.stored[0]]
     n, m = shape = first.shape[-2:]
     matrices = first.reshape(-1, n, m).unbind()
-    if isinstance(of, OrthogonalWeight):
+    if isinstance(parametrization, OrthogonalWeight):
         return [HeldWeight("", shape, X if n < m else X.mT, None, None, "compact", None) for X in matrices]
-    sigma = copies[prefix + of.stored[1]].reshape(len(matrices), -1).unbind()
-    return [HeldWeight("", shape, X, s, None, "compact", of.spectrum) for X, s in zip(matrices, sigma, strict=True)]
+    sigma = copies[prefix + parametrization.stored[1]].reshape(len(matrices), -1).unbind()
+    return [
+        HeldWeight("", shape, X, s, None, "compact", parametrization.spectrum)
+        for X, s in zip(matrices, sigma, strict=True)
+    ]
 
 
 # What rounding may do.

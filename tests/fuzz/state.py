@@ -88,10 +88,10 @@ def version() -> str:
     for file in sorted(Path(__file__).parent.glob("*.py")):
         if file.stem not in NOT_IN_CASES:
             digest.update(file.read_bytes())
-    of = about["versions"]
+    versions = about["versions"]
     return (
-        f"fasth {of['fasth']} with the core {about['core']}, torch {of['torch']}, Python {of['python']}, "
-        f"{about['cpu']}, {about['cores']} cores, fuzzer {digest.hexdigest()[:8]}"
+        f"fasth {versions['fasth']} with the core {about['core']}, torch {versions['torch']}, "
+        f"Python {versions['python']}, {about['cpu']}, {about['cores']} cores, fuzzer {digest.hexdigest()[:8]}"
     )
 
 

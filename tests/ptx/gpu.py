@@ -113,10 +113,10 @@ class Gpu:
 
         def run(x: int, y: int, z: int, *options_and_arguments: Any) -> None:
             arguments = options_and_arguments[-len(kinds) :]
-            given = [a for (_, kind), a in zip(kinds, arguments, strict=True) if kind != "constexpr"]
+            tensors = [a for (_, kind), a in zip(kinds, arguments, strict=True) if kind != "constexpr"]
             if (y, z) != (1, 1):
                 raise NotImplementedError("a grid of several dimensions")
-            self._run(metadata, x, given, constants)
+            self._run(metadata, x, tensors, constants)
 
         return run
 
