@@ -62,7 +62,7 @@ def is_adapted(name: str, layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and name != "head"
 
 
-# From a trained network to one whose adapters are trained.
+# Functions that turn a trained network into one with trainable adapters.
 KINDS: dict[str, Callable[[nn.Module], object]] = {
     "LoRA": with_lora,
     "reflections": lambda model: adapters.add(model, "reflections", R, is_adapted),

@@ -46,7 +46,7 @@ def bf16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-# How one number is rounded, and how many such numbers stand for each float32.
+# The rounding of one number, and how many such numbers represent each float32.
 ROUNDINGS = {
     "tf32x3": (tf32, 2),
     "tf32": (tf32, 1),

@@ -105,7 +105,7 @@ def train(
     for _ in range(epochs):
         for batch in torch.randperm(len(data.labels))[: batches * BATCH].split(BATCH):
             images, labels = data.images[batch], data.labels[batch]
-            order.reverse()  # to go second, with the batch in the cache, is no one's privilege
+            order.reverse()  # alternates the order, as the second network finds the batch in the cache
             for name in order:
                 start = time.perf_counter()
                 losses[name] = training_step(models[name], optimizers[name], images, labels)
@@ -129,12 +129,12 @@ def answers(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def accuracy(model: nn.Module, data: Digits) -> float:
-    """In percent."""
+    """Accuracy in percent."""
     return 100 * (answers(model, data.images) == data.labels).double().mean().item()
 
 
 def agreement(run: Trained) -> float:
-    """To how many of the test images both give the same answer, in percent."""
+    """Percentage of the test images to which both networks give the same answer."""
     return accuracy(run.svd, Digits(run.test.images, answers(run.plain, run.test.images)))
 
 
@@ -195,7 +195,7 @@ def facts(layer: fasth.LinearSVD, rounds: int = 20) -> list[Fact]:
 
 
 def seconds_of_each(*functions: Callable[[], object], rounds: int) -> list[float]:
-    """Of one call of each function. They take turns, so that a busy machine slows all alike."""
+    """Times single calls of each function, in turns, so that a busy machine slows all alike."""
     readings: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, own in zip(functions, readings, strict=True):
@@ -224,7 +224,7 @@ def compressed(runs: Sequence[Trained], width: int) -> list[Compressed]:
     """Cut down to the largest singular values of each layer, and then trained on as what they are: thin SVDs."""
     found = []
     for rank in (width // 4, width // 8, width // 16):
-        # With a report, of which nothing is shown: the last layer has ten singular values, and keeps them.
+        # The report is made but not shown: the last layer has ten singular values, and keeps them.
         models = [fasth.compress(run.svd, rank=rank, trainable=True, report=[]) for run in runs]
         size, accuracy = statistics.mean(map(count_parameters, models)), mean_accuracy(models, runs)
         for model, run in zip(models, runs, strict=True):

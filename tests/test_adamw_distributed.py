@@ -117,6 +117,6 @@ def resume_on_rank(wrapper: str, directory: str) -> list[float]:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_a_checkpoint_is_resumed(ranks: Ranks, tmp_path: Any, wrapper: str) -> None:
-    """In the middle of the warm-up, whose peak is part of the state."""
+    """Resumes in the middle of the warm-up, whose peak is part of the state."""
     ranks(save_on_rank, wrapper, str(tmp_path))
     assert_same(ranks(resume_on_rank, wrapper, str(tmp_path)), train_alone()[STEPS // 2 :])

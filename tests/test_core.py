@@ -47,7 +47,7 @@ def sign_guard(V: Tensor) -> Tensor:
 
 
 def reflectors(V: Tensor, form: int) -> Tensor:
-    """What is stored, as full reflectors."""
+    """The stored reflectors in full form."""
     return V if form == FULL else V.triu() if form == TRIANGULAR else V.triu(1) + torch.eye(*V.shape[-2:]).to(V)
 
 
@@ -92,7 +92,7 @@ def draw(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
 
 
 def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """With the strides that it has."""
+    """Converts t to the dtype and keeps its strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype).copy_(t)
 
 
@@ -128,7 +128,7 @@ def table(*rows_and_d: tuple[int, int]) -> pytest.MarkDecorator:
 
 
 def as_compact(V: Tensor) -> Tensor:
-    """Of the usual size, between ones on the diagonal."""
+    """Scales V to the usual entries of compact reflectors, whose diagonal counts as ones."""
     return (V / V.abs().amax((-2, -1), keepdim=True) * (3 / V.shape[-1] ** 0.5)).float().to(V)
 
 
@@ -340,7 +340,7 @@ def test_svd_linear_on_any_number_of_threads(rows, sides, precise):
 
 
 def test_each_gradient_may_be_the_only_one():
-    """Without the others, and without the output where no reflectors need it."""
+    """Each gradient alone, without the output where no reflectors need it."""
     tensors = [torch.randn(*shape, dtype=torch.float64) / 3 for shape in ((5, 40), (50, 50), (30,), (40, 40), (50,))]
     x, U, sigma, V, _ = tensors
     g = torch.randn(5, 50, dtype=torch.float64)
@@ -383,7 +383,7 @@ def test_the_sign_bit_of_the_diagonal_is_the_sign_of_a_column(entry):
         assert out.item() == (-1) ** reflections * sign**signs
 
 
-# What is saved for backward.
+# Tensors saved for backward.
 
 
 @pytest.mark.parametrize("rows", [3, 20, 100])
@@ -726,7 +726,7 @@ if core.core().openmp:
 
 @linux_only
 def test_inside_another_parallel_region():
-    """There it gets no threads, and does with one."""
+    """Inside a parallel region the core runs on one thread."""
     library = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
     if not core.core().openmp or library is None:
         pytest.skip("the core was built without OpenMP")

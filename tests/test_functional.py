@@ -205,7 +205,7 @@ def test_every_optimizer_lowers_the_loss_and_leaves_the_signs_alone(kind: Any, o
 
 
 def signs_of(layers: nn.Module) -> list[Tensor]:
-    """Those of full reflectors, and those on the diagonals of compact ones, whose size may decay."""
+    """Signs of full reflectors, and those on the diagonals of compact ones, whose size may decay."""
     signs = [p.detach().clone() for name, p in layers.named_parameters() if name.endswith("signs")]
     compact = [p for name, p in layers.named_parameters() if name.split(".")[-1].startswith(("reflectors", "original"))]
     return signs + [p.detach().diagonal(dim1=-2, dim2=-1).signbit() for p in compact if p.ndim > 1]

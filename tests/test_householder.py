@@ -197,7 +197,7 @@ def test_the_rows_after_every_block_are_saved_of_as_many_rows_as_a_block_has(dev
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (3, 1)])
 @pytest.mark.parametrize("rows", [8, 20, 32])
 def test_backward_may_run_on_another_number_of_threads(forward, backward, rows, direction, set_threads):
-    """How rows are laid out depends on the number of threads, and they are saved so."""
+    """The layout of the saved rows depends on the number of threads."""
     x, V = Problem("", (rows, 128), (128, 128)).draw(torch.float32, "cpu")
     expected = with_gradients(from_definition, x, V, **direction)
     set_threads(forward)
@@ -255,7 +255,7 @@ def test_problems_of_different_names_have_different_numbers():
 
 
 def test_second_derivatives_with_frozen_reflectors(path, device):
-    """As in a gradient penalty through a network whose weights are not trained."""
+    """A gradient penalty through a network with frozen weights needs these."""
     x, V = Problem("", (5, 9), (9, 9)).draw(torch.float64, device)
     V = V.detach()
     found, expected = [], []

@@ -111,7 +111,7 @@ def test_a_group_without_parameters_is_left_out():
 
 
 def rates(model: nn.Module, kind: str = "sigma", **options) -> set[float]:
-    """Those of the groups of this kind, as multiples of lr, where the rates of Adam's kin are those of one step."""
+    """Rates of the groups of this kind as multiples of lr, where the rates for Adam's kin are those of one step."""
     found = [group["lr"] for group in param_groups(model, lr=LR, **options) if group["name"] == kind]
     assert len(set(found)) == len(found), "groups of one kind and rate should be one"
     return {round(lr / LR, 4) for lr in found}

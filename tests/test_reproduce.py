@@ -117,7 +117,7 @@ def test_peak_memory_of_what_fails():
 
 
 def test_peak_memory_on_a_gpu(monkeypatch):
-    """What torch is asked, on a machine that has none."""
+    """Checks the calls to torch.cuda, on a machine without a GPU."""
     asked, allocated = [], iter([100, 107])
     for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
 

@@ -49,7 +49,7 @@ def command(monkeypatch):
 
 @pytest.fixture
 def report(tmp_path) -> Path:
-    """What pytest writes of its own accord, on tests of every outcome."""
+    """A report that pytest wrote, on tests of every outcome."""
     (tmp_path / "test_outcomes.py").write_text(TESTS)
     pytest_on = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=tests.xml", "test_outcomes.py"]
     done = subprocess.run(pytest_on, cwd=tmp_path, capture_output=True, text=True)

@@ -162,7 +162,7 @@ def test_vmap_twice(device):
 @pytest.mark.parametrize("triangular", [False, True], ids=["full", "triangular"])
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compile(triangular, backend, device):
-    """In one graph for each way to compute: the first batch size, and few, more and many rows of any size."""
+    """One graph for each way to compute: the first batch size, and few, more and many rows of any size."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda x, V: householder(x, V, triangular=triangular), fullgraph=True, backend=counter)

@@ -172,7 +172,7 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_then_replaced(folder, cont
 
 @pytest.mark.parametrize("block_size", [9223372036854775807, 10**9, 49])
 def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
-    """On every backend: it once gave wrong numbers, and a segmentation fault."""
+    """Regression test on every backend: such a size once gave wrong numbers and a segmentation fault."""
     x, V = torch.randn(5, 48).double(), torch.randn(48, 48).double().requires_grad_()
     layer = LinearSVD(48, 48, dtype=torch.float64)
 
@@ -187,7 +187,7 @@ def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
     with pytest.warns(RuntimeWarning, match="block_size"):
         actual = results()
     assert all(torch.equal(t, reference) for t, reference in zip(actual, expected, strict=True))
-    # Even one that comes around the file's check is no larger than there are reflections.
+    # A block size that bypasses the file's check is limited to the number of reflections.
     planner.tuning()[impossible.key] = impossible
     planner._remembered_householder_plan.cache_clear()
     planner._remembered_svd_plan.cache_clear()

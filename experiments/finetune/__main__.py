@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def installed() -> list[str]:
-    """Without PEFT, ours and all weights."""
+    """The methods that can run: without PEFT, only ours and training all weights."""
     return [*METHODS] if find_spec("peft") else [name for name in METHODS if name not in report.OF_PEFT]
 
 

@@ -13,7 +13,7 @@ from experiments.harness import Record, Results, Run, best_of_first_seed, other_
 
 @dataclass(frozen=True)
 class Grid:
-    """All combinations are tried."""
+    """The settings of the experiment; all combinations are run."""
 
     rates: dict[str, Sequence[float]]
     starts: dict[str, Sequence[str]]

@@ -45,7 +45,7 @@ def grid_of(options: Options) -> Grid:
 
 
 def sweep(grid: Grid, images: str, method: str) -> list[Run]:
-    """Every rate, with seed 0, which is judged on test data only if there are no other seeds."""
+    """Runs of every rate with seed 0, which are evaluated on test data only if there are no other seeds."""
     fixed = {"data": images, "method": method, "seed": 0, "steps": grid.steps, "judged": not grid.seeds}
     return [{**fixed, "lr": rate} for rate in grid.rates]
 

@@ -114,7 +114,7 @@ def growth(judged: Sequence[Record]) -> Table:
 
 
 def _methods(judged: Iterable[Record]) -> list[str]:
-    """Those that have results."""
+    """The methods that have results."""
     found = {record["method"] for record in judged}
     return [method for method in STYLES if method in found]
 
@@ -142,7 +142,7 @@ def _row(task: Task, cells: list[str]) -> list[str]:
 
 
 def _whole(rows: list[list[str]]) -> list[list[str]]:
-    """Those that have a result."""
+    """The rows that have a result."""
     return [row for row in rows if any(row[1:])]
 
 

@@ -188,7 +188,7 @@ def peers(study: Study) -> Figure:
     return figure
 
 
-# By name, the part of the study that a figure shows.
+# Maps each figure's name to the part of the study that it shows.
 FIGURES: dict[str, tuple[str, Callable[[Study], Figure]]] = {
     "sweep": ("sweep", sweep),
     "curves": ("sweep", curves),

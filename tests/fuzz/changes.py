@@ -90,7 +90,7 @@ def swapped(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def step(draw: Draw, layer: Any, run: Run) -> Any:
-    """One or two steps of an optimizer."""
+    """Makes one or two steps of an optimizer."""
     params = [p for p in layer.parameters() if p.requires_grad]
     if not params:
         return layer
@@ -214,7 +214,7 @@ def memory(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def converted(draw: Draw, layer: Any, run: Run) -> Any:
-    """To a dense layer and back, or truncated."""
+    """Converts the layer to a dense one and back, or truncates it."""
     if (
         not isinstance(layer, Factored)
         or isinstance(layer, ImageMap)
@@ -227,7 +227,7 @@ def converted(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def check_weight(layer: Any, expected: Tensor) -> Any:
-    """That the layer has this weight, to the rounding of an SVD and of what is stored of it."""
+    """Checks that the layer has this weight, to the rounding of an SVD and of the stored factors."""
     W = layer.weight
     n, m = layer._matrix_shape if hasattr(layer, "_matrix_shape") else W.shape
     check("weight", W, expected.double(), norm(expected), tolerance(W.dtype, 4 * (n + m) + 10, 4))
@@ -241,7 +241,7 @@ CHANGES: dict[Callable[..., Any], int] = {
 
 
 def change(draw: Draw, layer: Any, run: Run) -> Any:
-    """One change, drawn; and what it is called is noted."""
+    """Draws one change, notes its name, and makes it."""
     action = draw.weighted(CHANGES)
     draw.note(action.__name__)
     draw.actions[action.__name__] += 1

@@ -23,7 +23,7 @@ ROW_SCALE = {torch.float64: 30, torch.float32: 5, torch.bfloat16: 3, torch.float
 
 
 class Draw:
-    """What one case draws from. ``notes`` describe it, ``actions`` count what it did."""
+    """The random source of one case. ``notes`` describe the case, ``actions`` count what it did."""
 
     def __init__(self, seed: int, case: int) -> None:
         self.random = random.Random(f"{seed} {case}")

@@ -93,7 +93,7 @@ def through_changes(draw: Draw, layer: Any, draw_input: Callable[[Draw, torch.dt
 
 
 def compare_layer(draw: Draw, layer: Any, x: Tensor) -> None:
-    """In one of the ways to call it; the twin is made of the parameters as they are now."""
+    """Compares one call of the layer, in a random mode, with a twin made of its current parameters."""
     mode = draw.weighted(
         {"train": 8, "no_grad": 3, "inference_mode": 1, "cached": 4, "functional_call": 2, "weight": 2}
     )
@@ -143,7 +143,7 @@ def _cached(draw: Draw, layer: Any, x: Tensor) -> None:
 
 
 def _functional_call(draw: Draw, layer: Any, x: Tensor) -> None:
-    """With other parameters; after it the layer has its own again."""
+    """Calls the layer with other parameters by ``functional_call``; afterwards it has its own again."""
     other = {name: nearby(draw, p) for name, p in trained(layer).items()}
     out = functional_call(layer, other, (x,))
     own = {name: p.detach() for name, p in layer.named_parameters()}
@@ -199,7 +199,7 @@ class Twin(SimpleNamespace):
 
 
 def twin_of(layer: Any, tensors: dict[str, Tensor] | None = None) -> Twin:
-    """What the twin is computed from: the layer's parameters in float64, and nothing else of it but options."""
+    """Makes the twin from the layer's parameters in float64 and its options, and nothing else."""
     tensors = dict(layer.named_parameters()) if tensors is None else tensors
     copies = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
     options = {"form": layer.form, "spectrum": getattr(layer, "spectrum", None)}
@@ -227,7 +227,7 @@ def output_of(layer: Any, twin: Any, x: Tensor) -> Tensor:
     return convolve(x, W, twin.bias, layer.stride, padding, layer.dilation)
 
 
-# What rounding may do.
+# Rounding errors that are allowed.
 
 
 def _matrix_shape(layer: Any) -> tuple[int, int]:
@@ -244,7 +244,7 @@ def _largest(twin: Any) -> float:
 
 
 def _patch(layer: Any) -> int:
-    """How many outputs an entry of the input goes to, at most."""
+    """The largest number of outputs that depend on one entry of the input."""
     return max(torch.Size(layer.kernel_size).numel(), 1) * 3 if isinstance(layer, _ConvSVD) else 1
 
 
@@ -279,7 +279,7 @@ def check_gradients(
 
 
 def slope_of(twin: Any) -> float:
-    """What a change of the parameter sigma does to σ, at most; and how the terms of the normalized one add up."""
+    """The largest slope of σ in the parameter sigma; for ``normalized``, with the length of its sum."""
     if twin.spectrum == spectrum.normalized():
         raw = twin.sigma.detach().abs().max()
         return (1 + len(twin.sigma)) / max(float(raw), 1e-30)
@@ -294,7 +294,7 @@ def _shortest(twin: Any, like: Tensor) -> float:
 
 
 def without_guard(gradient: Tensor, reference: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the diagonal entries close to zero: their gradient is ``sign_guard``'s, which is no derivative."""
+    """Drops the diagonal entries close to zero, whose gradient is ``sign_guard``'s and no derivative."""
     p = parameter.detach()
     if p.ndim < 2:
         return gradient, reference

@@ -39,7 +39,7 @@ class Factor:
         return Q.mT if self.transposed else Q
 
     def reflectors(self, V: Tensor) -> Tensor:
-        """As full ones."""
+        """Returns the reflectors in full form."""
         if self.form == "compact":
             return V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype)
         return V.triu() if self.form == "triangular" else V
@@ -104,7 +104,7 @@ def _argument(
 
 
 def _columns(X: list[Tensor], d: int) -> int:
-    """How many there are, or d of the identity: gradients of factors are sums over them."""
+    """Number of columns of X, or d for the identity: gradients of factors are sums over the columns."""
     return X[0].numel() // min(X[0].shape[-2:]) if X and X[0].numel() else d
 
 
@@ -255,7 +255,7 @@ def _values(draw: Draw, matrices: Matrices) -> None:
 
 
 def _gradient_of_sigma(matrices: Matrices, relative: float) -> None:
-    """That of ‖W‖ in two norms and of log |det W|, which are functions of σ alone."""
+    """Bound of the gradient of ‖W‖ in two norms and of log |det W|, which are functions of σ alone."""
     determinant = matrices.n == matrices.m == matrices.k
     tensors, sigma = matrices.tensors, matrices.sigma.detach().requires_grad_()
     tensors[1] = sigma

@@ -75,7 +75,7 @@ def _attention(draw: Draw, dtype: torch.dtype) -> Subject:
 
 
 def _convolution(draw: Draw, dtype: torch.dtype) -> Subject:
-    """Of three dimensions, transposed or with groups."""
+    """Draws a convolution: 3-d, transposed or with groups."""
     dims, transposed, groups = draw.between(1, 3), draw.chance(0.5), draw.choice([1, 2, 3])
     groups = 2 if dims < 3 and not transposed and groups == 1 else groups  # those without have a class of their own
     kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if transposed else (
@@ -101,7 +101,7 @@ def _through_changes(draw: Draw, module: Any, subject: Subject) -> None:
     subject = subject._replace(plain=copy.deepcopy(subject.plain).double())
     for again in range(draw.between(1, 3)):
         x = [draw.rows(*shape, dtype=next(module.parameters()).dtype) for shape in subject.shapes]
-        if len(x) > 1:  # what is no linear function of x is compared for moderate x
+        if len(x) > 1:  # functions that are not linear in x are compared for moderate x
             x = [t / max(1.0, float(t.abs().max())) for t in x]
         if again:
             module = change(draw, module, lambda module, x=x: _output(module, x))
@@ -177,7 +177,7 @@ def _held(module: Any, path: str, copies: dict[str, Tensor]) -> list[HeldWeight]
     ]
 
 
-# What rounding may do.
+# Rounding errors that are allowed.
 
 
 def _relative(subject: Subject, dtype: torch.dtype, out: Tensor) -> float:

@@ -15,7 +15,7 @@ from fasth.reflections import definition
 
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool = False, triangular: bool = False) -> Tensor:
-    """As ``definition.householder``."""
+    """The same as ``definition.householder``."""
     if x.dtype != torch.float64 or V.dtype != torch.float64:
         raise TypeError(f"`x` and `V` should be float64; got {x.dtype} and {V.dtype}")
     V = V.triu() if triangular else V
@@ -66,5 +66,5 @@ def _summed(of_v: Any, V_shape: tuple[int, ...]) -> Any:
 
 
 def replace_the_definition() -> None:
-    """From now on ``fasth.tools.problems`` and ``fasth.tools.twins`` compute by this file in this process."""
+    """Makes ``fasth.tools.problems`` and ``fasth.tools.twins`` use this file in this process."""
     definition.householder = householder

@@ -98,7 +98,7 @@ class Run:
 
 
 def run_one(seed: int, case: int) -> int:
-    """One case in this process, with its description."""
+    """Runs one case in this process and prints its description."""
     outcome = prepared("fuzz.subjects")(seed, case)
     print(f"case {case} of seed {seed}: {outcome.description}")
     print(f"  {'as it should be' if outcome.failure is None else outcome.failure}")

@@ -52,7 +52,7 @@ class Worker:
         self.connection.send((seed, span))
 
     def result(self) -> dict[str, Any] | None:
-        """What came out of the span, or None if it is still under way."""
+        """The result of the span, or None while it runs."""
         if self.connection.poll():
             try:
                 found: dict[str, Any] = self.connection.recv()
@@ -122,7 +122,7 @@ def prepared(module: str) -> Callable[[int, int], Outcome]:
 
 
 def _run_span(run_case: Callable[[int, int], Outcome], seed: int, span: Span, current: Any) -> dict[str, Any]:
-    """What the cases were, by subject, dtype and action, and what failed."""
+    """Runs a span; returns counts of its cases by subject, dtype and action, and the failures."""
     subjects: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     actions: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What every instruction of the kernels computes. One that is not here is an error, and has to be added."""
+"""The function of each instruction that the kernels use. An instruction that is missing here raises an error."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of integers, towards zero."""
+    """Quotient of integers, rounded towards zero."""
     return np.trunc(a.astype(np.float64) / np.where(b == 0, 1, b)).astype(a.dtype)
 
 
 def _shift(name: str) -> Callable[..., np.ndarray]:
-    """By at most the width, after which nothing, or the sign, is left."""
+    """Shifts by at most the width, which leaves zero, or the sign."""
 
     def shifted(a: np.ndarray, by: np.ndarray) -> np.ndarray:
         width = a.dtype.itemsize * 8

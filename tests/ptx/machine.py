@@ -1,6 +1,6 @@
 """Runs a program: all threads of all CTAs at once, a NumPy array for each register.
 
-Threads that diverge are run in the order of their blocks, smallest first, which is where compilers let them meet again.
+Diverged threads run in the order of their blocks, smallest first: compilers place the block where they converge last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
 class Fault(Exception):
-    """What would hang, or be undefined, on a GPU."""
+    """A program that would hang, or be undefined, on a GPU."""
 
 
 class Code:
@@ -103,7 +103,7 @@ class Machine:
             if (lanes.any(1) & ~lanes.all(1)).any():
                 raise Fault(f"lanes of a warp are missing at {one}")
 
-    # What instructions call.
+    # Methods that instructions call.
 
     def read(self, register: str, mask: np.ndarray | None = None) -> np.ndarray:
         if register not in self.registers:
