@@ -180,15 +180,15 @@ def facts(layer: fasth.LinearSVD, rounds: int = 20) -> list[Fact]:
     W, exact_W = layer.weight, copy.deepcopy(layer).double().weight  # formed here, so not in torch.linalg's time
     B = torch.randn(layer.out_features, BATCH)
 
-    def fact(name: str, of_svd: Callable[..., Tensor], of_dense: Callable[..., Tensor]) -> Fact:
+    def fact(name: str, svd_call: Callable[..., Tensor], dense_call: Callable[..., Tensor]) -> Fact:
         def known() -> Tensor:
-            return of_svd(layer.svd, B)
+            return svd_call(layer.svd, B)
 
         def computed() -> Tensor:
-            return of_dense(W, B)
+            return dense_call(W, B)
 
         seconds = seconds_of_each(known, computed, rounds=rounds)
-        return Fact(name, known(), computed(), of_dense(exact_W, B.double()), *seconds)
+        return Fact(name, known(), computed(), dense_call(exact_W, B.double()), *seconds)
 
     quantities = OF_ANY_LAYER | (OF_SQUARE_LAYERS if layer.in_features == layer.out_features else {})
     return [fact(name, *ways) for name, ways in quantities.items()]

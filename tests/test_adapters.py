@@ -119,8 +119,8 @@ def test_values_and_gradients_are_those_of_the_definition(kind: str) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     direction, wanted = torch.randn_like(y), [x, *trained_parameters(model)]
     found = torch.autograd.grad(y, wanted, direction)
-    of_definition = torch.autograd.grad(expected, wanted, direction, materialize_grads=True)
-    for ours, theirs, p in zip(found, of_definition, wanted, strict=True):
+    definition_gradients = torch.autograd.grad(expected, wanted, direction, materialize_grads=True)
+    for ours, theirs, p in zip(found, definition_gradients, wanted, strict=True):
         if p.ndim >= 2 and p.shape[-1] == p.shape[-2]:  # the diagonal of compact reflectors holds signs
             ours, theirs = (g - torch.diag_embed(g.diagonal(dim1=-2, dim2=-1)) for g in (ours, theirs))
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)

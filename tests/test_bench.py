@@ -71,8 +71,8 @@ def test_a_wrong_answer_has_no_figures_and_fails(commands, monkeypatch, tmp_path
     assert run(bench, monkeypatch, "--out", out) == 1
     captured = capsys.readouterr()
     assert "fasth, full: the output is off by" in " ".join(captured.err.split())
-    of_wrong = [record for record in json.loads(out.read_text())["records"] if record["name"] == bench.FULL.name]
-    assert all((r["status"], r["median"], r["readings"]) == ("wrong", None, []) for r in of_wrong)
+    wrong_records = [record for record in json.loads(out.read_text())["records"] if record["name"] == bench.FULL.name]
+    assert all((r["status"], r["median"], r["readings"]) == ("wrong", None, []) for r in wrong_records)
     rows = [line for line in captured.out.splitlines() if "ms" in line]
     assert rows and all("–" in line for line in rows)
 

@@ -242,11 +242,11 @@ def test_rows_of_the_identity(problem, form):
     value, _, gradient = from_definition(torch.eye(*problem.x_shape), doubles, g, False, form)
     full = reflectors(doubles, form)
     for dtype in DTYPES:
-        eye, V, of_out = torch.eye(*problem.x_shape, dtype=dtype), in_dtype(doubles, dtype), g.to(dtype)
+        eye, V, out_gradient = torch.eye(*problem.x_shape, dtype=dtype), in_dtype(doubles, dtype), g.to(dtype)
         for save in LEVELS:
             options = plan(form, False, problem.block_size or 32, save, of_identity=True)
             out, *saved = core.core().householder(eye, V, options, 3)
-            none, dV = core.core().householder_backward(of_out, out, V, saved, (False, True), options, 3)
+            none, dV = core.core().householder_backward(out_gradient, out, V, saved, (False, True), options, 3)
             assert none is None
             assert_all_close((out, g, dV), (value, g, gradient), full)
 

@@ -141,9 +141,9 @@ def share(data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     return [(x.chunk(SIZE)[dist.get_rank()], y.chunk(SIZE)[dist.get_rank()]) for x, y in data]
 
 
-def assert_same(of_ranks: list[list[list[float]]], of_one: list[list[float]], tolerance: float) -> None:
+def assert_same(rank_results: list[list[list[float]]], single_result: list[list[float]], tolerance: float) -> None:
     """Losses, whose mean over the ranks is that of the batch, and norms, which all ranks know."""
-    found, expected = torch.tensor(of_ranks, dtype=torch.float64), torch.tensor(of_one, dtype=torch.float64)
+    found, expected = torch.tensor(rank_results, dtype=torch.float64), torch.tensor(single_result, dtype=torch.float64)
     torch.testing.assert_close(found[..., 0].mean(0), expected[:, 0], rtol=tolerance, atol=0)
     for norms in found[..., 1]:
         torch.testing.assert_close(norms, expected[:, 1], rtol=tolerance, atol=0)
@@ -246,13 +246,13 @@ def continue_on_ranks(wrapper: str, directory: str, steps: int) -> list[list[flo
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=directory)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
     checkpoint.load(state, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
@@ -287,8 +287,8 @@ def convert_then_wrap(wrapper: str) -> tuple[float, float, str]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_converted_model_knows_its_spectra(ranks, wrapper):
-    for of_outputs, of_values, table in ranks(convert_then_wrap, wrapper):
-        assert of_outputs < 1e-13 and of_values < 1e-13
+    for output_error, value_error, table in ranks(convert_then_wrap, wrapper):
+        assert output_error < 1e-13 and value_error < 1e-13
         assert "7×9" in table and "5×7" in table
 
 

@@ -169,8 +169,8 @@ class TestCommittedResults:
         """Only their name decides about the settings of a run."""
         digits = data.images()._replace(name="Fashion-MNIST")
         monkeypatch.setattr(data, "images", lambda: digits)
-        of_flows = replace(flow.DATA["images"](), name="Fashion-MNIST")
-        monkeypatch.setitem(flow.DATA, "images", lambda: of_flows)
+        flow_data = replace(flow.DATA["images"](), name="Fashion-MNIST")
+        monkeypatch.setitem(flow.DATA, "images", lambda: flow_data)
 
     @pytest.mark.parametrize("experiment", [flow, recurrent])
     def test_nothing_is_missing(self, experiment):

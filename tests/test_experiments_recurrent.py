@@ -63,8 +63,8 @@ def test_pixels(small_images):
     assert x.shape == (64, 9, 1) and torch.equal(y, same) and not torch.equal(x, shuffled)
     assert torch.equal(x.sort(0).values, shuffled.sort(0).values)
     images, classes = data.images().training
-    of_first = (images.flatten(1) == x[:, 0, 0]).all(1).nonzero().flatten()
-    assert len(of_first) and classes[of_first[0]] == y[0]
+    matches = (images.flatten(1) == x[:, 0, 0]).all(1).nonzero().flatten()
+    assert len(matches) and classes[matches[0]] == y[0]
     assert sum(len(labels) for _, labels in plain.test()) == len(data.images().test.classes)
 
 

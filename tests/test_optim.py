@@ -193,9 +193,9 @@ def test_a_step_of_its_rate_moves_the_weight_as_a_dense_step_does(form, n, m):
 def test_rates_follow_the_slope_of_the_spectrum(map, slope):
     """One step of the rate moves σ as far as one of a free sigma, to first order."""
     layer = LinearSVD(16, 16, spectrum=map)
-    (rate,), (of_sgd,) = rates(layer), rates(layer, **SGD)
+    (rate,), (sgd_rate,) = rates(layer), rates(layer, **SGD)
     assert rate == pytest.approx(4 / slope, rel=1e-4)
-    assert of_sgd == pytest.approx(4 / slope**2, rel=1e-4)
+    assert sgd_rate == pytest.approx(4 / slope**2, rel=1e-4)
     meta = LinearSVD(16, 16, spectrum=map, device="meta")
     assert list(rates(meta)) == pytest.approx([rate], rel=1e-4)
 

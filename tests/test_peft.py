@@ -166,8 +166,8 @@ def test_half_precision(kind: str, half: torch.dtype, wide: bool) -> None:
     for found, own, expected in zip(ours, theirs, exact, strict=True):
         assert found.dtype == own.dtype
         size = expected.abs().max()
-        error, of_peft = ((t.double() - expected).abs().max() / size for t in (found, own))
-        assert error < 2 * of_peft + 4 * torch.finfo(half).eps
+        error, peft_error = ((t.double() - expected).abs().max() / size for t in (found, own))
+        assert error < 2 * peft_error + 4 * torch.finfo(half).eps
 
 
 @pytest.mark.parametrize("kind", ["linear", "3x3", "1x1"])
