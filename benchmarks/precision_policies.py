@@ -1,4 +1,4 @@
-"""What orthogonality is left when matrix products round their inputs, as a GPU's tensor cores do; simulated on the CPU.
+"""Simulates on the CPU the orthogonality that is left when products round their inputs, as tensor cores do.
 
 The products of blocked reflections fall into five groups, and a policy gives each group a rounding. For every policy
 the table shows how orthogonal Q is, by LAPACK's measure, whose tests accept 30, and the relative errors of x Qᵀ and ∂V

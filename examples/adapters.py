@@ -95,7 +95,7 @@ class Digits(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Of one seed: no image is in two of them, but for those of the old task's test, which may be in the new one's."""
+    """The data of one seed. No image is in two parts, but the old task's test images may be in the new task's."""
 
     pretraining: Digits
     old_test: Digits

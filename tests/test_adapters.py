@@ -436,7 +436,7 @@ def test_copies_pickles_and_state_dicts(kind: str) -> None:
     other = adapted(plain, kind)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other(x), model(x))
-    # That of a plain model is taken by the base.
+    # The base takes the state dict of a plain model.
     second = mlp()
     other.load_state_dict(second.state_dict(), strict=False)
     adapters.use(other)

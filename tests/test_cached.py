@@ -311,7 +311,7 @@ def test_no_fake_tensor_is_cached() -> None:
 def test_checkpoint(case: Case, cached_before: bool, where: str) -> None:
     """A region, and the backward pass through it, each within the context or outside of it."""
     layer, _ = draw(case)
-    # As many rows as features: the reflectors have the shape of x, and neither may be taken for the other.
+    # With as many rows as features, reflectors and x have the same shape and must not be confused.
     x = torch.randn(6, 6, dtype=torch.float64) if case is CASES["LinearSVD"] else case.input(torch.float64)
     layer.bias = None if case is CASES["LinearSVD"] else getattr(layer, "bias", None)
     parameters = [p for p in layer.parameters() if p.requires_grad]

@@ -146,7 +146,7 @@ def test_agrees_with_the_definition(problem, form, transpose):
     for dtype in DTYPES:
         x, V, g = (in_dtype(t, dtype) for t in doubles)
         for i, level in enumerate(reversed(core.available_levels())):
-            # By the best instructions with all levels of what is saved; by others with the least and the most.
+            # The best instruction set runs with all levels of what is saved, others with the least and the most.
             for save in LEVELS if i == 0 else (SAVE_T, SAVE_A):
                 options = (
                     transpose,

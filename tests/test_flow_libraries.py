@@ -123,7 +123,7 @@ def test_the_determinant_is_that_of_the_jacobian(
 
 @every_library
 def test_a_determinant_can_be_written_into(library: Library) -> None:
-    """As ``log_det += ...`` does in many flows: each sample has a number of its own."""
+    """Many flows write ``log_det += ...``, so each sample needs its own number in memory."""
     transform = library.make(LinearSVD(4, 4, spectrum=POSITIVE), (4,))
     for function in (library.forward, library.inverse):
         _, logabsdet = function(transform, torch.randn(3, 4))

@@ -57,7 +57,7 @@ def test_functional_call(case: Case, training: bool) -> None:
 @of_every(VMAPPED)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_vmap_over_an_ensemble(case: Case, training: bool) -> None:
-    # In a model: each parametrized module alone is of a class of its own, which stack_module_state does not take.
+    # Parametrized modules are tested inside a model: alone, each has its own class, which stack_module_state rejects.
     layers = [nn.Sequential(perturbed(case.make(dtype=DOUBLE))).train(training) for _ in range(3)]
     x = case.input(DOUBLE)
     base = copy.deepcopy(layers[0]).to("meta")

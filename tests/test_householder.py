@@ -75,7 +75,7 @@ def test_a_frozen_argument_changes_nothing_for_the_other(problem: Problem, direc
 
 
 def test_a_block_is_no_larger_than_there_are_reflections(device):
-    """Of 10⁵ triangular reflectors of length 10 all but 10 are zero: a block of 10⁵ would take 40 GB for its T."""
+    """All but 10 of 10⁵ triangular reflectors of length 10 are zero: a block of 10⁵ would take 40 GB for its T."""
     r = 10**5
     x, V = Problem("", (3, 10), (r, 10)).draw(torch.float32, device)
     expected = with_gradients(householder, x, V[:10], triangular=True)
@@ -87,7 +87,7 @@ def test_a_block_is_no_larger_than_there_are_reflections(device):
 @pytest.mark.parametrize("d", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [None, 64])
 def test_q_of_many_short_reflectors_is_orthogonal(d, block_size, device):
-    """In one block of 64, which depend on one another, the worst of these was 300 roundings off."""
+    """In one block of 64 dependent reflectors, the largest error was 300 roundings."""
     torch.manual_seed(0)
     for V in torch.randn(100, 64, d, device=device):
         Q = householder(torch.eye(d, device=device), V, block_size=block_size).double()

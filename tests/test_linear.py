@@ -364,7 +364,7 @@ def test_state_dict_round_trip(kind: type, shape: tuple[int, int], form: str) ->
     assert torch.equal(layer(x), other(x))
 
 
-# From a given matrix, and back
+# Conversion from and to a dense matrix
 
 
 MATRICES: dict[str, Callable[[int, int], Tensor]] = {

@@ -299,7 +299,7 @@ def test_norms(problem: Problem, precise: torch.dtype, device: str) -> None:
     distinct = problem in (*INVERTIBLE.values(), *RECTANGULAR.values())
     check(problem, precise, device, lambda W: W.norm(), torch.linalg.matrix_norm)
     for ord in ("nuc", 2, -2):
-        # Where singular values meet, or meet zero, these norms have corners.
+        # These norms have kinks where singular values are equal or zero.
         operation, twin = lambda W, ord=ord: W.norm(ord), lambda W, ord=ord: torch.linalg.matrix_norm(W, ord)
         if distinct:
             check(problem, precise, device, operation, twin)

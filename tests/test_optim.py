@@ -37,7 +37,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("rates", [False, True], ids=["one rate", "rates"])
 def test_a_step_is_that_of_a_dense_layer(layer, optimizer, rates):
-    """Where the loss has no gradient a step takes W to (1 − lr·weight_decay)·W, exactly as for the dense W."""
+    """Without a gradient, a step multiplies W by 1 − lr·weight_decay, exactly as for the dense W."""
     layer = LAYERS[layer]().double()
     dense = nn.Parameter(layer.weight.detach().clone())
     kind = type(OPTIMIZERS[optimizer]([torch.zeros(1)]))
@@ -202,7 +202,7 @@ def test_rates_follow_the_slope_of_the_spectrum(map, slope):
 
 @pytest.mark.parametrize("lr", [1e-4, 1e-3, 1e-1])
 def test_rates_follow_the_root_of_lr(lr):
-    """Of weights with singular values to train, for Adam's kin. An orthogonal weight, and a net made to remember, have
+    """Rates of weights with trained singular values, for Adam's kin. An orthogonal weight, and a bounded RNNSVD, have
     rates that follow lr, as all other parameters have."""
 
     def found(layer: nn.Module, **options) -> dict[str, float]:
@@ -233,7 +233,7 @@ def test_reflectors_multiplies_their_rate():
 
 
 def test_rates_of_the_other_spectra():
-    """Of a normalized one, also where it is constant; of a range that does not reach 1; of a very narrow one."""
+    """Tests a normalized spectrum, also constant, a range without 1, and a very narrow one."""
     assert rates(LinearSVD(16, 16, spectrum=spectrum.normalized())) == {4.0}
     assert rates(LinearSVD(1, 1, spectrum=spectrum.normalized())) == {1.0}
     (outside,) = rates(LinearSVD(16, 16, spectrum=spectrum.between(2, 10)))
