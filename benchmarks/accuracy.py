@@ -1,4 +1,4 @@
-"""How orthogonal Q is: ‖QᵀQ − I‖₁ / (d·eps), LAPACK's own measure, whose test threshold is 30.
+"""Measures how orthogonal Q is: ‖QᵀQ − I‖₁ / (d·eps), LAPACK's own measure, whose test threshold is 30.
 
 LAPACK's Q, for the same reflectors, stands beside ours. Run: python benchmarks/accuracy.py
 """

@@ -1,4 +1,4 @@
-"""What docs/adapters.md says of adapters besides speed, one table each:
+"""Measures the claims of docs/adapters.md other than speed, one table each:
 
 restarts   the singular values of a weight that was trained by 10,000 steps of reflections, merged after each
 oft        how far PEFT's default of OFT is from a rotation, and what a merge costs, by the angle

@@ -62,7 +62,7 @@ def is_adapted(name: str, layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and name != "head"
 
 
-# From a trained network to one whose adapters are trained.
+# Functions that turn a trained network into one with trainable adapters.
 KINDS: dict[str, Callable[[nn.Module], object]] = {
     "LoRA": with_lora,
     "reflections": lambda model: adapters.add(model, "reflections", R, is_adapted),
@@ -209,7 +209,7 @@ def best_rate(losses: dict[float, float]) -> float:
 def summary(results: Results, runs: list[Run]) -> list[tables.Table]:
     """The best rates, as multiples of LoRA's, and the losses at them."""
     losses: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for record in results.of(runs):
+    for record in results.finished(runs):
         value = math.inf if record["loss"] is None else record["loss"]
         losses.setdefault((record["task"], record["kind"]), {}).setdefault(record["rate"], []).append(value)
     means = {key: {rate: statistics.fmean(found) for rate, found in by.items()} for key, by in losses.items()}

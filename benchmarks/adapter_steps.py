@@ -85,7 +85,7 @@ def step(model: nn.Module, x: Tensor, direction: Tensor) -> list[Tensor]:
 
 
 def saved_mebibytes(model: nn.Module, x: Tensor) -> float:
-    """What the graph of one forward pass keeps, each storage once."""
+    """Size of the tensors that the graph of one forward pass saves, each storage once."""
     kept: dict[int, int] = {}
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
@@ -131,7 +131,7 @@ def verify_against_hra(r: int = 8) -> None:
 
 
 def launches(r: int, d: int, rows: int, kind: str) -> tuple[int, int]:
-    """Of the adapter alone, forward and backward, the layer's own products and its bias not counted."""
+    """Counts the adapter's kernel launches, forward and backward, without the layer's own products and bias."""
     counts = []
     kernels = counting_kernels if d <= LONGEST and rows * d <= KERNEL_NUMBERS else nullcontext
     for build in (methods(r)[kind], lambda layer: layer.requires_grad_(False)):
@@ -217,7 +217,9 @@ def main(arguments: list[str] | None = None) -> None:
             break
         results.add(run | measure(run, options.rounds))
         console.print(run)
-    done = sorted(results.of(runs), key=lambda record: ([*LAYERS].index(record["layer"]), record["rows"], record["r"]))
+    done = sorted(
+        results.finished(runs), key=lambda record: ([*LAYERS].index(record["layer"]), record["rows"], record["r"])
+    )
     note = (
         f"Medians of {options.rounds} steps, taken in turns; a step of more than {SLOW:g} s is timed once, and HRA "
         f"where it takes less than about {TOO_SLOW:g} s. float32. {results.header['machine']}, "

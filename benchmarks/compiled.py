@@ -52,7 +52,7 @@ def verified(run: Callable[..., list[Tensor]], model: nn.Module, x: Tensor) -> d
 
 
 def ratios(run: Callable[..., list[Tensor]], models: list[nn.Module], x: Tensor, rounds: int) -> list[list[float]]:
-    """For each model the compiled time over its eager time, and over the compiled time of the first model."""
+    """Each model's compiled time over its eager time, and over the first model's compiled time."""
     torch.compiler.reset()
     calls = {(i, name): call for i, model in enumerate(models) for name, call in verified(run, model, x).items()}
     timings = compare({str(key): call for key, call in calls.items()}, device=x.device, rounds=rounds, min_time=5e-3)

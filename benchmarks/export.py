@@ -1,4 +1,4 @@
-"""What ``torch.export`` makes of a layer and of a deep network: seconds, and nodes of the graph, inputs included.
+"""Measures ``torch.export`` of a layer and of a deep network: seconds, and nodes of the graph, inputs included.
 
 For nn.Linear, for LinearSVD as it is, and by the two ways to export its dense weight: within ``fasth.cached()`` and by
 ``fasth.to_dense``. Each program's answer is compared with the model's.

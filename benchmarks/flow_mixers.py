@@ -35,7 +35,7 @@ def mixer(name: str, W: Tensor) -> Any:
 
 
 def verify(made: Any, x: Tensor) -> None:
-    """That the map is linear with the determinant that it says, and that its inverse undoes it."""
+    """Checks that the map is linear, its log-determinant, and its inverse."""
     d = x.shape[1]
     with torch.no_grad():
         y, logabsdet = made(x)

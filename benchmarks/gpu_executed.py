@@ -63,7 +63,7 @@ def rows(name: str, d: int) -> list[str]:
 
 def _sums(launches: list[Launch]) -> str:
     instructions, flops, sectors, used = (
-        sum(getattr(one, of) for one in launches) for of in ("instructions", "flops", "sectors", "used")
+        sum(getattr(one, count) for one in launches) for count in ("instructions", "flops", "sectors", "used")
     )
     moved = f"{sectors / 1e3:,.1f} | {32 * sectors / 1e6:.2f} | {used / (32 * sectors):.0%}"
     return f"{len(launches)} | {instructions / 1e6:.2f} | {flops / 1e6:.1f} | {moved}"

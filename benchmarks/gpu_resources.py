@@ -127,7 +127,7 @@ def _step(d: int, dtype: torch.dtype) -> None:
 
 
 def _launch(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> Launch:
-    """As Triton specializes: None and 1 are constants, and so is what the kernel declares as such."""
+    """Specializes arguments as Triton does: None, 1 and parameters that the kernel declares constexpr are constants."""
     declared = {p.name: p for p in kernel.params}
     types, divisible, constants = {}, [], {}
     for name in kernel.arg_names:
@@ -147,7 +147,7 @@ def _launch(kernel: Any, options: dict[str, int], arguments: dict[str, Any]) -> 
 
 
 def _compile(launch: Launch, target: str) -> Any:
-    """By Triton's compiler, which needs no device."""
+    """Compiles the launch with Triton's compiler, which needs no device."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -176,7 +176,7 @@ def assembly(launch: Launch, target: str) -> str:
 
 
 def resources(launch: Launch, target: str) -> Resources:
-    """What the compiler, and on NVIDIA's GPUs the assembler that comes with it, says that the kernel takes."""
+    """The kernel's resources as reported by the compiler, and for NVIDIA's GPUs by the assembler that comes with it."""
     compiled = _compile(launch, target)
     if TARGETS[target][0] == "hip":
         text = compiled.asm["amdgcn"]
@@ -189,7 +189,7 @@ def resources(launch: Launch, target: str) -> Resources:
 
 
 def _assemble(ptx: str, target: str) -> str:
-    """What ptxas says of the code for one GPU. Triton has two of them, and picks one."""
+    """The report of ptxas for one GPU. Triton ships two versions of ptxas and picks one."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     architecture = f"{target}a" if target == "sm_90" else target

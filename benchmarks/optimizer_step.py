@@ -1,4 +1,4 @@
-"""What a step of the optimizer costs: ``fasth.optim.AdamW`` beside ``torch.optim.AdamW``, both fused.
+"""Measures the cost of an optimizer's step: ``fasth.optim.AdamW`` beside ``torch.optim.AdamW``, both fused.
 
 Four layers of each width, plain and as SVDs; the optimizer's step alone, and a whole training step of 128 rows.
 

@@ -95,7 +95,7 @@ def installed() -> list[str]:
 
 
 def singular_values(layer: Any, size: int = 32) -> Tensor:
-    """Those of a layer with a kernel, as a circular map of images of size × size pixels: in float64."""
+    """Singular values, in float64, of a layer's kernel as a circular map of images of size × size pixels."""
     kernel = layer.weight.detach().double()
     return torch.linalg.svdvals(torch.fft.rfft2(kernel, s=(size, size)).permute(2, 3, 0, 1))
 

@@ -39,7 +39,7 @@ def peak(threads: int) -> float:
 
 
 def useful_operations(d: int) -> float:
-    """Of a triangular step with 32 rows in blocks of 32: products with Y, Gram matrices and N Y left out."""
+    """Operations of a triangular step with 32 rows in blocks of 32, without products with Y, Gram matrices and N Y."""
     return 6 * 32 * d * d
 
 

@@ -1,4 +1,4 @@
-"""What orthogonality is left when matrix products round their inputs, as a GPU's tensor cores do; simulated on the CPU.
+"""Simulates on the CPU the orthogonality that is left when products round their inputs, as tensor cores do.
 
 The products of blocked reflections fall into five groups, and a policy gives each group a rounding. For every policy
 the table shows how orthogonal Q is, by LAPACK's measure, whose tests accept 30, and the relative errors of x Qᵀ and ∂V
@@ -46,7 +46,7 @@ def bf16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-# How one number is rounded, and how many such numbers stand for each float32.
+# The rounding of one number, and how many such numbers represent each float32.
 ROUNDINGS = {
     "tf32x3": (tf32, 2),
     "tf32": (tf32, 1),
@@ -200,8 +200,8 @@ class Figures(NamedTuple):
     dV: float  # of ∂V
 
 
-def figures(given: Problem, policy: Policy, k: int) -> Figures:
-    V, x, g = given.V, given.x, given.g
+def figures(example: Problem, policy: Policy, k: int) -> Figures:
+    V, x, g = example.V, example.x, example.g
     blocks = blocks_of(V, k, policy)
     Qt = multiply(torch.eye(len(V)), blocks, policy)
     out = multiply(x, blocks, policy)
@@ -210,9 +210,9 @@ def figures(given: Problem, policy: Policy, k: int) -> Figures:
     return Figures(
         (torch.linalg.matrix_norm(residual, 1) / (len(V) * torch.finfo(V.dtype).eps)).item(),
         residual.abs().max().item(),
-        relative(out, given.out),
-        relative(product(x, Qt, policy.formed), given.out),
-        relative(gradient(g, out, blocks, policy), given.dV),
+        relative(out, example.out),
+        relative(product(x, Qt, policy.formed), example.out),
+        relative(gradient(g, out, blocks, policy), example.dV),
     )
 
 
@@ -247,9 +247,9 @@ def main() -> None:
     print(row(*COLUMNS))
     print(row(*("-" * width for width in COLUMNS.values())))
     for d in arguments.sizes:
-        given = problem(d, arguments.parallel)
+        example = problem(d, arguments.parallel)
         for name, policy in POLICIES.items():
-            measure, *errors = figures(given, policy, arguments.block_size)
+            measure, *errors = figures(example, policy, arguments.block_size)
             print(row(str(d), name, f"{measure:,.2f}", *(f"{error:.1e}" for error in errors)), flush=True)
     reflectors = f"{'nearly parallel' if arguments.parallel else 'Gaussian'} reflectors"
     print(

@@ -27,7 +27,7 @@ from experiments.study.tables import Study, study_tables
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
 RATES = ("choosing", "low", "best", "thrice", "growth", "costs")
-# By page and place in it, what commands wrote as Markdown.
+# Maps each page and place to the Markdown file that a command wrote for it.
 FILES = {
     "training.md": {f"rates {name}": f"rates/{name}.md" for name in RATES},
     "convolutions.md": {
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def written(folder: Path, places: dict[str, str]) -> dict[str, str]:
-    """What stands in those of the files that exist, by the name of its place."""
+    """Maps the name of each place to the content of its file, for files that exist."""
     paths = {place: folder / path for place, path in places.items()}
     return {place: path.read_text(encoding="utf-8").strip() for place, path in paths.items() if path.exists()}
 

@@ -114,7 +114,7 @@ def memory_table(hidden: list[int]) -> Table:
 
 
 def peak_of(name: str, h: int) -> int:
-    """In a process of its own, with an allocator that gives freed memory back."""
+    """Peak memory, measured in a separate process whose allocator returns freed memory."""
     command = [sys.executable, __file__, "--peak", name, "--hidden", str(h)]
     done = subprocess.run(
         command, env={**os.environ, **memory.ALLOCATOR}, stdout=subprocess.PIPE, text=True, check=True

@@ -110,7 +110,7 @@ def train(new: NormedLayer, seed: int, steps: int, rate: float) -> Trained:
 
 
 def seconds_of_steps(rounds: int) -> dict[str, float]:
-    """Of each kind of critic, in turns: the lower decile. A busy machine interrupts what lasts longer more often."""
+    """Lower decile of each critic's step times, in turns: a busy machine interrupts longer steps more often."""
     real, fake = torch.rand(2, BATCH, SIZES[0])
 
     def step_of(model: nn.Module) -> Callable[[], None]:

@@ -29,7 +29,7 @@ LAYERS = {
 
 @torch.no_grad()
 def moved(layer: nn.Module, kind: str, rule: bool) -> float:
-    """By a step of the parameters of one kind."""
+    """Distance that W moves in a step of the parameters of one kind."""
     before, (n, m) = layer.weight, layer.weight.shape
     for group in fasth.param_groups(layer, lr=RULE):
         for parameter in group["params"] if group["name"] == kind else ():

@@ -1,4 +1,4 @@
-"""What a training step costs when some of a network's weights are SVDs, as a multiple of the plain network's.
+"""Measures a training step when some of a network's weights are SVDs, as a multiple of the plain network's.
 
 An LSTM, a residual net on 32 images and a GPT of 4,096 rows and width 256, with AdamW and one thread. Times are medians
 of single steps, taken in turns. W is formed once a step where there are many rows; ``fasth.cached`` forms it once for

@@ -51,7 +51,7 @@ def update(page: Path, block: str, check: bool) -> int:
 
 
 def record(report: Path) -> dict[str, Any]:
-    """What pytest counted, and the process that this is: it should be the Python and the torch of the tests."""
+    """The record of a test run: pytest's counts, and this process's versions, which should be the tests'."""
     here = environment.describe()
     names = ("versions", "core", "openmp", "levels", "threads", "instructions", "system")
     counts = count(ElementTree.parse(report).getroot())
@@ -59,7 +59,7 @@ def record(report: Path) -> dict[str, Any]:
 
 
 def count(report: ElementTree.Element) -> dict[str, int]:
-    """How many tests passed, failed and were skipped. An error of a fixture is a failure, an expected one a skip."""
+    """Counts of passed, failed and skipped tests. An error in a fixture is a failure, an expected failure a skip."""
     cases = list(report.iter("testcase"))
     failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -83,7 +83,7 @@ def write(found: dict[str, Any], folder: Path) -> Path:
 
 
 def versions(found: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of Python and of torch, as numbers and without the suffix that names torch's build."""
+    """The versions of Python and torch as numbers, without the suffix of torch's build."""
     python, torch = (found["versions"][name].partition("+")[0] for name in ("python", "torch"))
     return tuple(map(int, python.split("."))), tuple(map(int, torch.split(".")))
 

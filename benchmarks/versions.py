@@ -27,7 +27,7 @@ class Worker:
     """A process with one version."""
 
     def __init__(self, python: str, environment: dict[str, str]) -> None:
-        # From the file itself, so that a version before it was written can run it.
+        # Runs this file by its path, so that versions of fasth that do not have it can run it.
         command = [python, os.path.abspath(__file__), "--worker"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}

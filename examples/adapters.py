@@ -40,7 +40,7 @@ OUT = Path(__file__).parents[1] / "build" / "adapters"
 
 
 class LoRA(nn.Module):
-    """What ours are compared with: a frozen layer and B A x, with B = 0 at the start."""
+    """LoRA, for comparison: a frozen layer plus B A x, with B = 0 at the start."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def last_layer(model: nn.Sequential) -> nn.Module:
     return model
 
 
-# From a pre-trained network, which may be changed, to one that computes the same and trains what it should.
+# Functions that turn a pre-trained network, possibly in place, into one that trains the method's parameters.
 METHODS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "all weights": lambda model: model,
     "all weights, as SVDs": fasth.to_svd,
@@ -95,7 +95,7 @@ class Digits(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Of one seed: no image is in two of them, but for those of the old task's test, which may be in the new one's."""
+    """The data of one seed. No image is in two parts, but the old task's test images may be in the new task's."""
 
     pretraining: Digits
     old_test: Digits
@@ -105,7 +105,7 @@ class Data(NamedTuple):
 
 
 def turned(seed: int) -> Data:
-    """From upright digits to those turned by a quarter."""
+    """The task of digits turned by a quarter, for a network trained on upright ones."""
     pixels, labels = _shuffled(seed)
     old, new = Digits(pixels.flatten(1), labels), Digits(pixels.rot90(dims=(1, 2)).flatten(1), labels)
     first, *rest = _split(old, PRETRAINING, ADAPTING, VALIDATION)
@@ -113,7 +113,7 @@ def turned(seed: int) -> Data:
 
 
 def unseen(seed: int) -> Data:
-    """From the digits 0 to 4 to 5 to 9: a 5 is to be answered with the output that meant 0, and so on."""
+    """The task of the digits 5 to 9, for a network trained on 0 to 4: the output for 0 now means 5, and so on."""
     pixels, labels = _shuffled(seed)
     images = pixels.flatten(1)
     old, new = Digits(images[labels < 5], labels[labels < 5]), Digits(images[labels >= 5], labels[labels >= 5] - 5)
@@ -152,13 +152,13 @@ def train(model: nn.Module, data: Digits, rate: float, steps: int, seed: int) ->
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Digits) -> float:
-    """In percent."""
+    """Accuracy in percent."""
     return 100 * (model(data.images).argmax(-1) == data.labels).double().mean().item()
 
 
 @dataclass
 class Result:
-    """One adaptation, or, with the rate 0, the network before it."""
+    """The result of one adaptation, or, with the rate 0, of the network before it."""
 
     task: str
     method: str
@@ -207,7 +207,7 @@ def run(seeds: int, steps: int, rates: Sequence[float], console: Console) -> lis
 
 
 def best(results: Sequence[Result], task: str, method: str) -> list[Result]:
-    """Those of the rate with the best mean on validation images."""
+    """The results of the rate with the best mean on validation images."""
     own = [result for result in results if (result.task, result.method) == (task, method) and result.rate]
     rates = sorted({result.rate for result in own})
     of_rate = {rate: [result for result in own if result.rate == rate] for rate in rates}
@@ -230,7 +230,7 @@ def table(results: Sequence[Result], task: str) -> Table:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """One row for each method: its accuracy on the new task, and on the old one, with the spread of seeds."""
+    """Draws each method's accuracy on the new and the old task, with the spread over seeds."""
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     places = range(len(METHODS))
     for panel, task in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
@@ -264,8 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {}
     for name, (least, default, quick) in SIZES.items():
-        given = getattr(options, name)
-        sizes[name] = given if given is not None else quick if options.quick else default
+        chosen = getattr(options, name)
+        sizes[name] = chosen if chosen is not None else quick if options.quick else default
         if sizes[name] < least:
             parser.error(f"--{name} should be at least {least}; got {sizes[name]}")
     results = run(**sizes, rates=RATES[1:4] if options.quick else RATES, console=Console())

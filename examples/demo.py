@@ -105,7 +105,7 @@ def train(
     for _ in range(epochs):
         for batch in torch.randperm(len(data.labels))[: batches * BATCH].split(BATCH):
             images, labels = data.images[batch], data.labels[batch]
-            order.reverse()  # to go second, with the batch in the cache, is no one's privilege
+            order.reverse()  # alternates the order, as the second network finds the batch in the cache
             for name in order:
                 start = time.perf_counter()
                 losses[name] = training_step(models[name], optimizers[name], images, labels)
@@ -129,12 +129,12 @@ def answers(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def accuracy(model: nn.Module, data: Digits) -> float:
-    """In percent."""
+    """Accuracy in percent."""
     return 100 * (answers(model, data.images) == data.labels).double().mean().item()
 
 
 def agreement(run: Trained) -> float:
-    """To how many of the test images both give the same answer, in percent."""
+    """Percentage of the test images to which both networks give the same answer."""
     return accuracy(run.svd, Digits(run.test.images, answers(run.plain, run.test.images)))
 
 
@@ -180,22 +180,22 @@ def facts(layer: fasth.LinearSVD, rounds: int = 20) -> list[Fact]:
     W, exact_W = layer.weight, copy.deepcopy(layer).double().weight  # formed here, so not in torch.linalg's time
     B = torch.randn(layer.out_features, BATCH)
 
-    def fact(name: str, of_svd: Callable[..., Tensor], of_dense: Callable[..., Tensor]) -> Fact:
+    def fact(name: str, svd_call: Callable[..., Tensor], dense_call: Callable[..., Tensor]) -> Fact:
         def known() -> Tensor:
-            return of_svd(layer.svd, B)
+            return svd_call(layer.svd, B)
 
         def computed() -> Tensor:
-            return of_dense(W, B)
+            return dense_call(W, B)
 
         seconds = seconds_of_each(known, computed, rounds=rounds)
-        return Fact(name, known(), computed(), of_dense(exact_W, B.double()), *seconds)
+        return Fact(name, known(), computed(), dense_call(exact_W, B.double()), *seconds)
 
     quantities = OF_ANY_LAYER | (OF_SQUARE_LAYERS if layer.in_features == layer.out_features else {})
     return [fact(name, *ways) for name, ways in quantities.items()]
 
 
 def seconds_of_each(*functions: Callable[[], object], rounds: int) -> list[float]:
-    """Of one call of each function. They take turns, so that a busy machine slows all alike."""
+    """Times single calls of each function, in turns, so that a busy machine slows all alike."""
     readings: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, own in zip(functions, readings, strict=True):
@@ -224,7 +224,7 @@ def compressed(runs: Sequence[Trained], width: int) -> list[Compressed]:
     """Cut down to the largest singular values of each layer, and then trained on as what they are: thin SVDs."""
     found = []
     for rank in (width // 4, width // 8, width // 16):
-        # With a report, of which nothing is shown: the last layer has ten singular values, and keeps them.
+        # The report is made but not shown: the last layer has ten singular values, and keeps them.
         models = [fasth.compress(run.svd, rank=rank, trainable=True, report=[]) for run in runs]
         size, accuracy = statistics.mean(map(count_parameters, models)), mean_accuracy(models, runs)
         for model, run in zip(models, runs, strict=True):
@@ -241,9 +241,11 @@ def side_by_side(runs: Sequence[Trained]) -> Table:
     table = new_table(f"Both networks; seeds: {len(runs)}", "", "plain", "SVD")
     models = [run.plain for run in runs], [run.svd for run in runs]
     for data in ("test", "training"):
-        found = [[accuracy(m, getattr(run, data)) for m, run in zip(of, runs, strict=True)] for of in models]
+        found = [
+            [accuracy(m, getattr(run, data)) for m, run in zip(networks, runs, strict=True)] for networks in models
+        ]
         table.add_row(f"{data} accuracy, %", *map(mean_and_range, found))
-    table.add_row("parameters", *(f"{count_parameters(of[0]):,}" for of in models))
+    table.add_row("parameters", *(f"{count_parameters(networks[0]):,}" for networks in models))
     steps = [[seconds for run in runs for seconds in run.seconds[name]] for name in ("plain", "SVD")]
     plain, svd = map(undisturbed, steps)
     table.add_row("training step, ms", f"{1e3 * plain:.2f}", f"{1e3 * svd:.2f} ({svd / plain:.2f} × plain)")
@@ -353,8 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {}
     for name, (least, default, quick) in SIZES.items():
-        given = getattr(options, name)
-        sizes[name] = given if given is not None else quick if options.quick else default
+        chosen = getattr(options, name)
+        sizes[name] = chosen if chosen is not None else quick if options.quick else default
         if sizes[name] < least:
             parser.error(f"--{name} should be at least {least}; got {sizes[name]}")
 

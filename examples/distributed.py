@@ -121,7 +121,7 @@ def main() -> None:
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
     say(f"{dist.get_world_size()} processes, with {held:,} numbers to train on the first")
     train(model, images[training], labels[training], options.epochs)
-    # On the same images everywhere, and by every process: each call gathers the parameters from all of them.
+    # Every process evaluates the same images, as each call gathers the parameters from all processes.
     say(f"test accuracy: {accuracy(model, images[test], labels[test]):.1f} %")
     say(str(fasth.spectra(model)))
 

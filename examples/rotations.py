@@ -86,7 +86,7 @@ def batches(data: Data, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]
 
 
 def trained_network(data: Data, steps: int, seed: int) -> Network:
-    """With a few channels that are much larger than the others, as language models have them."""
+    """Trains a network with a few channels much larger than the others, as in language models."""
     torch.manual_seed(seed)
     model = Network()
     with torch.no_grad():
@@ -146,7 +146,7 @@ TRAINED = {"Cayley SGD": by_cayley_sgd, "**LinearOrthogonal, Adam**": by_reflect
 
 
 def one_seed(seed: int, steps: int) -> dict[str, tuple[float, float, float, float]]:
-    """Of each R: the change of the logits, test loss and accuracy, and how far R is from orthogonal."""
+    """For each R: the change of the logits, test loss and accuracy, and how far R is from orthogonal."""
     data = digits(seed)
     model = trained_network(data, 3 * steps, seed)
 

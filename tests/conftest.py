@@ -18,7 +18,7 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-# What was tuned on this machine should not decide what is tested.
+# Tests should not depend on this machine's tuning file.
 os.environ["FASTH_CACHE_DIR"] = tempfile.mkdtemp(prefix="fasth-tests-")
 atexit.register(shutil.rmtree, os.environ["FASTH_CACHE_DIR"], ignore_errors=True)
 
@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Half precision never reaches the compiled core: with it such a test would be that of PyTorch again."""
+    """Skips half precision with the compiled core, which does not support it: the test would repeat PyTorch's."""
     half = (torch.bfloat16, torch.float16)
     items[:] = [
         item

@@ -56,10 +56,9 @@ def assert_layer_matches_dense(
 def value_and_gradients(
     function: Callable[..., Any], arguments: Sequence[Tensor], parameters: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What the function returns, and the gradients of its arguments and parameters for fixed random ones of that.
+    """Returns the function's value, and the gradients of its arguments and parameters for a fixed random cotangent.
 
-    Where the function does not depend on a tensor, the gradient is zero. Parameters that are not trained, as signs are,
-    have none.
+    The gradient is zero for a tensor that the function does not depend on. Frozen parameters, such as signs, have none.
     """
     arguments = [t.detach().requires_grad_() for t in arguments]
     tensors = [*arguments, *(p for p in parameters if p.requires_grad)]
@@ -88,7 +87,7 @@ def assert_close(
 
 
 def assert_within(actual: Tensor, expected: Tensor, scale: float, roundings: float) -> None:
-    """Within so many roundings of numbers as large as ``scale``, in the dtype and in that of the float64 reference."""
+    """Asserts an error within this many roundings of numbers of size ``scale``, in both dtypes."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)}, not {tuple(expected.shape)}"
     if not actual.is_floating_point():
         assert torch.equal(actual, expected)

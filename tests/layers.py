@@ -95,13 +95,13 @@ def trained(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def output(layer: nn.Module, x: Tensor) -> Tensor:
-    """What the layer makes of x: of an RNN, the hidden states at all times."""
+    """The layer's output for x; for an RNN, the hidden states at all times."""
     out = layer(x)
     return out if isinstance(out, Tensor) else out[0]
 
 
 def holds(sigma: Tensor, s: spectrum.Spectrum) -> bool:
-    """Whether the singular values keep the promise of their spectrum, to the last digit."""
+    """True if the singular values are within the bounds of their spectrum, to the last digit."""
     sigma = sigma.detach().double()
     if s == spectrum.positive():
         return bool(((sigma > 0) & sigma.isfinite()).all())

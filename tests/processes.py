@@ -63,7 +63,7 @@ def script(code: str, **options: Any) -> str:
 
 
 def script_alone(code: str, **options: Any) -> str:
-    """``script`` in a process that is no fork: for code that forks itself, runs out of memory or crashes."""
+    """Runs ``script`` in a new process, not a fork: for code that forks, runs out of memory or crashes."""
     return _output(python("-c", code, **options))
 
 

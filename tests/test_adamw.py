@@ -70,7 +70,7 @@ class Reference:
 @pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_steps_are_those_of_the_definition(layer, fused):
-    """With a schedule that starts at 0, and rises."""
+    """The schedule starts at 0 and rises."""
     model = LAYERS[layer]().double()
     twin = copy.deepcopy(model)
     optimizer = AdamW(model, lr=0.02, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=fused)
@@ -113,7 +113,7 @@ def test_a_plain_model_is_trained_as_by_torch():
 
 
 def test_without_a_gradient_a_turn_fades():
-    """Not at once, as the mean of gradients does not, and not on for ever."""
+    """The turn fades as the mean of gradients does: not at once, but it ends."""
     layer = LinearSVD(6, 6).double()
     optimizer = AdamW(layer, lr=1e-3)
     gradients(layer, 0)
@@ -165,8 +165,8 @@ def test_groups_are_taken():
     twin = copy.deepcopy(model)
     ours = AdamW(param_groups(model, lr=0.02, weight_decay=DECAY, optimizer=AdamW))
     theirs = AdamW(twin, lr=0.02, weight_decay=DECAY)
-    for optimizer, of in ((ours, model), (theirs, twin)):
-        gradients(of, 0)
+    for optimizer, net in ((ours, model), (theirs, twin)):
+        gradients(net, 0)
         optimizer.step()
     assert torch.equal(model.reflectors, twin.reflectors) and torch.equal(model.sigma, twin.sigma)
     later = LinearSVD(4, 4)
@@ -200,7 +200,7 @@ def test_schedules_scale_the_angle(schedule):
 
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle", "torch.save"])
 def test_resuming(way, tmp_path):
-    """In the middle of a warm-up: the peak is part of the state."""
+    """Resumes in the middle of a warm-up: the peak is part of the state."""
 
     def made() -> tuple[nn.Module, AdamW, Any]:
         torch.manual_seed(0)

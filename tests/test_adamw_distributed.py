@@ -81,8 +81,8 @@ def train_on_rank(wrapper: str, fused: bool) -> list[float]:
     return train(model, range(STEPS), optimizer_of(model, fused), mine())
 
 
-def assert_same(of_ranks: list[list[float]], expected: list[float]) -> None:
-    found = torch.tensor(of_ranks, dtype=torch.float64).mean(0)
+def assert_same(rank_losses: list[list[float]], expected: list[float]) -> None:
+    found = torch.tensor(rank_losses, dtype=torch.float64).mean(0)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
@@ -101,15 +101,15 @@ def save_on_rank(wrapper: str, directory: str) -> None:
     model = wrapped(network(), wrapper)
     optimizer = optimizer_of(model)
     train(model, range(STEPS // 2), optimizer, mine())
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=directory)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
 
 
 def resume_on_rank(wrapper: str, directory: str) -> list[float]:
     model = wrapped(network(seed=1), wrapper)
     optimizer = optimizer_of(model)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
     checkpoint.load(state, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return train(model, range(STEPS // 2, STEPS), optimizer, mine())
@@ -117,6 +117,6 @@ def resume_on_rank(wrapper: str, directory: str) -> list[float]:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_a_checkpoint_is_resumed(ranks: Ranks, tmp_path: Any, wrapper: str) -> None:
-    """In the middle of the warm-up, whose peak is part of the state."""
+    """Resumes in the middle of the warm-up, whose peak is part of the state."""
     ranks(save_on_rank, wrapper, str(tmp_path))
     assert_same(ranks(resume_on_rank, wrapper, str(tmp_path)), train_alone()[STEPS // 2 :])

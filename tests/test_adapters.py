@@ -119,8 +119,8 @@ def test_values_and_gradients_are_those_of_the_definition(kind: str) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     direction, wanted = torch.randn_like(y), [x, *trained_parameters(model)]
     found = torch.autograd.grad(y, wanted, direction)
-    of_definition = torch.autograd.grad(expected, wanted, direction, materialize_grads=True)
-    for ours, theirs, p in zip(found, of_definition, wanted, strict=True):
+    definition_gradients = torch.autograd.grad(expected, wanted, direction, materialize_grads=True)
+    for ours, theirs, p in zip(found, definition_gradients, wanted, strict=True):
         if p.ndim >= 2 and p.shape[-1] == p.shape[-2]:  # the diagonal of compact reflectors holds signs
             ours, theirs = (g - torch.diag_embed(g.diagonal(dim1=-2, dim2=-1)) for g in (ours, theirs))
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
@@ -212,7 +212,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_several_adapters_by_name(tmp_path: Path) -> None:
-    """Each acts on what those before it make: the weight of two is that of one after the other."""
+    """Adapters are applied in order: the weight with two is that of applying one after the other."""
     plain, x = mlp(), torch.randn(5, 6, dtype=torch.float64)
     model: Any = adapted(plain, "reflections, both", name="a", target="0")
     trained(model, x)
@@ -436,7 +436,7 @@ def test_copies_pickles_and_state_dicts(kind: str) -> None:
     other = adapted(plain, kind)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other(x), model(x))
-    # That of a plain model is taken by the base.
+    # The base takes the state dict of a plain model.
     second = mlp()
     other.load_state_dict(second.state_dict(), strict=False)
     adapters.use(other)
@@ -519,7 +519,7 @@ def test_modules_and_weights_that_are_shared() -> None:
 
 
 def test_modules_that_read_the_weight_in_place_of_calling_the_layer() -> None:
-    """``nn.MultiheadAttention`` reads that of its output projection, and the fast path of a transformer all of them."""
+    """``nn.MultiheadAttention`` reads the weight of its output projection, a transformer's fast path all weights."""
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     model: Any = adapters.add(copy.deepcopy(attention), "reflections", 3, side="both", target=nn.Linear)
@@ -719,7 +719,7 @@ def adapted_network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def losses(wrapper: str, size: int) -> list[float]:
-    """Of some steps of SGD, which follows the gradients, on a batch that the processes share."""
+    """Losses of some steps of SGD, which follows the gradients, on a batch that the processes share."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

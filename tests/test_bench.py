@@ -71,8 +71,8 @@ def test_a_wrong_answer_has_no_figures_and_fails(commands, monkeypatch, tmp_path
     assert run(bench, monkeypatch, "--out", out) == 1
     captured = capsys.readouterr()
     assert "fasth, full: the output is off by" in " ".join(captured.err.split())
-    of_wrong = [record for record in json.loads(out.read_text())["records"] if record["name"] == bench.FULL.name]
-    assert all((r["status"], r["median"], r["readings"]) == ("wrong", None, []) for r in of_wrong)
+    wrong_records = [record for record in json.loads(out.read_text())["records"] if record["name"] == bench.FULL.name]
+    assert all((r["status"], r["median"], r["readings"]) == ("wrong", None, []) for r in wrong_records)
     rows = [line for line in captured.out.splitlines() if "ms" in line]
     assert rows and all("–" in line for line in rows)
 
@@ -89,8 +89,8 @@ def test_growth_is_shown_and_its_size_is_in_no_mean(commands):
     medians = {64: (1.0, 2.0, 4.0), 1024: (1.0, 8.0, 1.0), 4096: (2.0, 8.0, 3.0)}
     records = [
         {"experiment": "layer", "what": "step", "status": "ok", "d": d, "name": method.name, "median": median}
-        for d, of in medians.items()
-        for method, median in zip((bench.LINEAR, bench.TRIANGULAR, bench.FULL), of, strict=True)
+        for d, values in medians.items()
+        for method, median in zip((bench.LINEAR, bench.TRIANGULAR, bench.FULL), values, strict=True)
     ]
     (table,) = bench.tables({"records": records})
     assert table.rows[-2] == ["geometric mean to 1024", "", "4.00", "2.00"]

@@ -34,7 +34,7 @@ def draw(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Any, Tensor]:
 
 
 def results(layer: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """What the layer makes of x, and the gradients of x and of all parameters."""
+    """The layer's output, and the gradients of x and of all parameters."""
     return value_and_gradients(lambda x: output(layer, x), [x], list(layer.parameters()))
 
 
@@ -119,7 +119,7 @@ def test_a_loop_over_time() -> None:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two weights, which a layer hands out as views, are of one tensor."""
+    """True if two weights, which a layer returns as views, share memory."""
     return a.data_ptr() == b.data_ptr() and torch.equal(a, b)
 
 
@@ -169,7 +169,7 @@ def test_a_graph_that_is_retained_goes_backward_twice() -> None:
 
 @of_every(CASES)
 def test_transforms(case: Case) -> None:
-    """They are given other tensors than the layer's own, so they take no cached weight."""
+    """Transforms pass other tensors than the layer's own, so they use no cached weight."""
     layer, x = draw(case)
     own = {name: p.detach() for name, p in layer.named_parameters()}
     trained = {name: own[name] for name, p in layer.named_parameters() if p.requires_grad}
@@ -191,7 +191,7 @@ def test_transforms(case: Case) -> None:
 
 
 def test_precision(dtype: torch.dtype) -> None:
-    """Of a layer of lower precision, and under autocast, which casts the cached weight as it casts nn.Linear's."""
+    """Layers of lower precision, and autocast, which casts the cached weight as it casts nn.Linear's."""
     for case in CASES.values():
         layer, x = draw(case, dtype)
         with torch.no_grad(), fasth.cached():
@@ -228,7 +228,7 @@ def with_values_of(case: Case, tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def replica_of(layer: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """As ``torch.nn.DataParallel`` makes it: tensors as attributes in place of parameters."""
+    """A replica as ``torch.nn.DataParallel`` makes it: tensors as attributes in place of parameters."""
     replica: Any = layer._replicate_for_data_parallel()
     for name, t in tensors.items():
         setattr(replica, name, t)
@@ -311,7 +311,7 @@ def test_no_fake_tensor_is_cached() -> None:
 def test_checkpoint(case: Case, cached_before: bool, where: str) -> None:
     """A region, and the backward pass through it, each within the context or outside of it."""
     layer, _ = draw(case)
-    # As many rows as features: the reflectors have the shape of x, and neither may be taken for the other.
+    # With as many rows as features, reflectors and x have the same shape and must not be confused.
     x = torch.randn(6, 6, dtype=torch.float64) if case is CASES["LinearSVD"] else case.input(torch.float64)
     layer.bias = None if case is CASES["LinearSVD"] else getattr(layer, "bias", None)
     parameters = [p for p in layer.parameters() if p.requires_grad]
@@ -493,7 +493,7 @@ def test_not_in_states_copies_and_pickles(case: Case) -> None:
 
 
 def _writes_data(layer: nn.Module, other: nn.Module) -> None:
-    """torch_ema: parameters are stored, those of the average are copied into them, and later the stored ones back."""
+    """As torch_ema does: stores the parameters, copies the averages into them, and restores them later."""
     for p, q in zip(layer.parameters(), other.parameters(), strict=True):
         p.data.copy_(q.data)
 

@@ -45,7 +45,7 @@ ops = torch.ops.fasth
 
 
 def entries(form: int, save: int, block_size: int = 16, **options: bool) -> tuple[object, ...]:
-    """Those of a plan that operators take, one by one."""
+    """The entries of a plan that operators take as arguments."""
     return Plan(CORE, form, block_size=block_size, save=save, **options)[1:8]
 
 
@@ -199,7 +199,7 @@ LAYERS = {
 
 
 def count_of_core(counter: CompileCounterWithBackend) -> int:
-    """How many operators of fasth are in the graphs, in those of autograd Functions too."""
+    """Counts the operators of fasth in the graphs, including those of autograd Functions."""
     graphs = [module.graph for graph in counter.graphs for module in graph.modules() if hasattr(module, "graph")]
     return sum("fasth" in str(node.target) for graph in graphs for node in graph.nodes)
 
@@ -256,7 +256,7 @@ def test_every_change_of_a_parameter_takes_effect(training):
 
 
 def test_many_rows_are_multiplied_by_the_formed_weight():
-    """As in eager mode: the graph has F.linear, and the reflections act on the identity."""
+    """The graph has F.linear and reflections of the identity, as in eager mode."""
     counter = CompileCounterWithBackend("eager")
     torch.compile(fnn.LinearSVD(12, 12), fullgraph=True, backend=counter)(torch.randn(1000, 12))
     assert any("linear" in str(node.target) for node in counter.graphs[0].graph.nodes)

@@ -124,7 +124,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def fingerprint(model: nn.Module) -> list[object]:
-    """What must not change: the modules, the parameters themselves, and their values."""
+    """The parts of a model that must not change: the modules, the parameters themselves, and their values."""
     return [
         [(name, id(module), type(module), module.training) for name, module in model.named_modules()],
         [(name, id(p), p.requires_grad, p.detach().tolist()) for name, p in model.named_parameters()],
@@ -235,7 +235,7 @@ class MyLinear(nn.Linear):
 
 
 class Product(nn.Module):
-    """A layer of a class that nobody registered."""
+    """A layer of a class that is not registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_a_class_of_the_same_name_is_named_with_its_module(caplog):
 
 
 class Words(nn.Module):
-    """What a language model holds besides its layers: tables that nothing is multiplied by."""
+    """The parts of a language model besides its layers: embeddings, which are not multiplied by."""
 
     def __init__(self):
         super().__init__()
@@ -396,7 +396,7 @@ def test_layers_whose_weight_a_wrapper_presents_as_its_own_are_left_alone():
 
 
 def test_low_rank_has_the_sizes_of_the_layer_that_it_replaced():
-    """As Whisper's encoder reads ``conv1.stride``, and others ``out_features``."""
+    """Whisper's encoder reads ``conv1.stride``, other models ``out_features``."""
     layers = (
         nn.Linear(9, 7),
         nn.Conv1d(9, 8, 3, stride=2, padding=1),

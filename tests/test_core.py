@@ -47,7 +47,7 @@ def sign_guard(V: Tensor) -> Tensor:
 
 
 def reflectors(V: Tensor, form: int) -> Tensor:
-    """What is stored, as full reflectors."""
+    """The stored reflectors in full form."""
     return V if form == FULL else V.triu() if form == TRIANGULAR else V.triu(1) + torch.eye(*V.shape[-2:]).to(V)
 
 
@@ -92,7 +92,7 @@ def draw(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
 
 
 def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """With the strides that it has."""
+    """Converts t to the dtype and keeps its strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype).copy_(t)
 
 
@@ -128,7 +128,7 @@ def table(*rows_and_d: tuple[int, int]) -> pytest.MarkDecorator:
 
 
 def as_compact(V: Tensor) -> Tensor:
-    """Of the usual size, between ones on the diagonal."""
+    """Scales V to the usual entries of compact reflectors, whose diagonal counts as ones."""
     return (V / V.abs().amax((-2, -1), keepdim=True) * (3 / V.shape[-1] ** 0.5)).float().to(V)
 
 
@@ -146,7 +146,7 @@ def test_agrees_with_the_definition(problem, form, transpose):
     for dtype in DTYPES:
         x, V, g = (in_dtype(t, dtype) for t in doubles)
         for i, level in enumerate(reversed(core.available_levels())):
-            # By the best instructions with all levels of what is saved; by others with the least and the most.
+            # The best instruction set runs with all levels of what is saved, others with the least and the most.
             for save in LEVELS if i == 0 else (SAVE_T, SAVE_A):
                 options = (
                     transpose,
@@ -242,11 +242,11 @@ def test_rows_of_the_identity(problem, form):
     value, _, gradient = from_definition(torch.eye(*problem.x_shape), doubles, g, False, form)
     full = reflectors(doubles, form)
     for dtype in DTYPES:
-        eye, V, of_out = torch.eye(*problem.x_shape, dtype=dtype), in_dtype(doubles, dtype), g.to(dtype)
+        eye, V, out_gradient = torch.eye(*problem.x_shape, dtype=dtype), in_dtype(doubles, dtype), g.to(dtype)
         for save in LEVELS:
             options = plan(form, False, problem.block_size or 32, save, of_identity=True)
             out, *saved = core.core().householder(eye, V, options, 3)
-            none, dV = core.core().householder_backward(of_out, out, V, saved, (False, True), options, 3)
+            none, dV = core.core().householder_backward(out_gradient, out, V, saved, (False, True), options, 3)
             assert none is None
             assert_all_close((out, g, dV), (value, g, gradient), full)
 
@@ -340,7 +340,7 @@ def test_svd_linear_on_any_number_of_threads(rows, sides, precise):
 
 
 def test_each_gradient_may_be_the_only_one():
-    """Without the others, and without the output where no reflectors need it."""
+    """Each gradient alone, without the output where no reflectors need it."""
     tensors = [torch.randn(*shape, dtype=torch.float64) / 3 for shape in ((5, 40), (50, 50), (30,), (40, 40), (50,))]
     x, U, sigma, V, _ = tensors
     g = torch.randn(5, 50, dtype=torch.float64)
@@ -383,7 +383,7 @@ def test_the_sign_bit_of_the_diagonal_is_the_sign_of_a_column(entry):
         assert out.item() == (-1) ** reflections * sign**signs
 
 
-# What is saved for backward.
+# Tensors saved for backward.
 
 
 @pytest.mark.parametrize("rows", [3, 20, 100])
@@ -621,7 +621,7 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    "of",
+    "change",
     [
         lambda t: t.as_subclass(Subclass),
         lambda t: t.to("meta"),
@@ -633,12 +633,12 @@ class Subclass(torch.Tensor):
     ],
     ids=["subclass", "meta", "zeros without memory", "negative bit", "float16", "two dtypes", "no tensor"],
 )
-def test_does_not_accept(of):
+def test_does_not_accept(change):
     accepts, t = core.core().accepts, torch.randn(3, 3)
     assert accepts(t, torch.nn.Parameter(t), None, t[:0], t.mT)
     assert accepts(t.double(), None) and accepts()
-    assert not accepts(t, of(t))
-    assert not accepts(of(t), None, t)
+    assert not accepts(t, change(t))
+    assert not accepts(change(t), None, t)
 
 
 def test_does_not_accept_what_a_transform_wraps():
@@ -726,7 +726,7 @@ if core.core().openmp:
 
 @linux_only
 def test_inside_another_parallel_region():
-    """There it gets no threads, and does with one."""
+    """Inside a parallel region the core runs on one thread."""
     library = re.search(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
     if not core.core().openmp or library is None:
         pytest.skip("the core was built without OpenMP")

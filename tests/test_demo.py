@@ -48,7 +48,7 @@ def test_layers_know_what_torch_linalg_computes(demo, run):
         facts = {fact.name: fact for fact in demo.facts(layer, rounds=2)}
         assert len(facts) == (4 if layer.in_features == layer.out_features else 2)
         for name, fact in facts.items():
-            # From the factors no error grows with the condition number, but that of a product with the inverse may.
+            # Errors by the factors do not grow with the condition number, except for products with the inverse.
             cond = facts["condition number"].exact.item() if name.startswith("inverse") else 1
             assert fact.error(fact.known) < math.sqrt(WIDTH) * torch.finfo(torch.float32).eps * cond, name
 

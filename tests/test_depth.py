@@ -20,7 +20,7 @@ class Depth(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.of_storage: dict[int, int] = {}
+        self.by_storage: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []
         self.devices: set[str] = set()
 
@@ -28,17 +28,17 @@ class Depth(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         flat = torch.utils._pytree.tree_leaves
         inputs = [t for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)]
-        depth = max((self.of_storage.get(self._key(t), 0) for t in inputs), default=0)
+        depth = max((self.by_storage.get(self._key(t), 0) for t in inputs), default=0)
         depth += func.overloadpacket in PRODUCTS
         for t in flat(out):
             if isinstance(t, torch.Tensor):
                 self.alive.append(t)
                 self.devices.add(t.device.type)
-                self.of_storage[self._key(t)] = max(depth, self.of_storage.get(self._key(t), 0))
+                self.by_storage[self._key(t)] = max(depth, self.by_storage.get(self._key(t), 0))
         return out
 
-    def of(self, t: torch.Tensor) -> int:
-        return self.of_storage[self._key(t)]
+    def length(self, t: torch.Tensor) -> int:
+        return self.by_storage[self._key(t)]
 
     @staticmethod
     def _key(t: torch.Tensor) -> int:
@@ -57,9 +57,9 @@ def test_depth_is_r_over_k_plus_log_k(d, k, triangular, rows):
     blocks, halvings = d // k, math.ceil(math.log2(k))
     with Depth() as depth:
         out = householder(x, V, triangular=triangular, block_size=k)
-        forward = depth.of(out)
+        forward = depth.length(out)
         of_x, of_V = torch.autograd.grad(out, (x, V), torch.empty_like(out))
-        step = max(depth.of(of_x), depth.of(of_V))
+        step = max(depth.length(of_x), depth.length(of_V))
     # T: one Gram product and two products per halving. Then three products per block, of which the first block's
     # first does not wait for T.
     # Where Q is formed, which takes the same, it is then multiplied by: one product more.

@@ -137,13 +137,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[T
 
 
 def share(data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Of each batch the part that is for this rank."""
+    """This rank's part of each batch."""
     return [(x.chunk(SIZE)[dist.get_rank()], y.chunk(SIZE)[dist.get_rank()]) for x, y in data]
 
 
-def assert_same(of_ranks: list[list[list[float]]], of_one: list[list[float]], tolerance: float) -> None:
+def assert_same(rank_results: list[list[list[float]]], single_result: list[list[float]], tolerance: float) -> None:
     """Losses, whose mean over the ranks is that of the batch, and norms, which all ranks know."""
-    found, expected = torch.tensor(of_ranks, dtype=torch.float64), torch.tensor(of_one, dtype=torch.float64)
+    found, expected = torch.tensor(rank_results, dtype=torch.float64), torch.tensor(single_result, dtype=torch.float64)
     torch.testing.assert_close(found[..., 0].mean(0), expected[:, 0], rtol=tolerance, atol=0)
     for norms in found[..., 1]:
         torch.testing.assert_close(norms, expected[:, 1], rtol=tolerance, atol=0)
@@ -188,7 +188,7 @@ def load_alone(kind: str, model: nn.Module) -> nn.Module:
 
 @patch.object(_fsdp_param, "free_storage", lambda tensor: None)
 def evaluate_between_changes(wrapper: str) -> list[float]:
-    """How far the model in eval mode is from what its parameters say, after each of many changes.
+    """Distance of the model's output in eval mode from that of its parameters, after each of many changes.
 
     FSDP frees parameters after use, and gathers them at the same address if chance has it. Here it always has.
     """
@@ -246,13 +246,13 @@ def continue_on_ranks(wrapper: str, directory: str, steps: int) -> list[list[flo
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=directory)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
     checkpoint.load(state, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(ranks, tmp_path, wrapp
 
 
 def convert_then_wrap(wrapper: str) -> tuple[float, float, str]:
-    """How far the converted model is from the dense one, in outputs and in singular values, and the table of these."""
+    """Distance of the converted model from the dense one, in outputs and in singular values, and the table of these."""
     torch.manual_seed(0)
     dense, x = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 5)).double(), torch.randn(4, 9).double()
     model = wrapped(fasth.to_svd(dense), wrapper)
@@ -287,8 +287,8 @@ def convert_then_wrap(wrapper: str) -> tuple[float, float, str]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_converted_model_knows_its_spectra(ranks, wrapper):
-    for of_outputs, of_values, table in ranks(convert_then_wrap, wrapper):
-        assert of_outputs < 1e-13 and of_values < 1e-13
+    for output_error, value_error, table in ranks(convert_then_wrap, wrapper):
+        assert output_error < 1e-13 and value_error < 1e-13
         assert "7×9" in table and "5×7" in table
 
 
@@ -319,7 +319,7 @@ def test_ranks_that_start_from_meta_draw_one_model(ranks, kind):
 
 
 def compute_in_bfloat16(kind: str) -> tuple[bool, float, set[torch.dtype]]:
-    """Whether it is what one process does in bfloat16; how far eval is from training; the gradients' dtypes."""
+    """True if equal to one process in bfloat16; the distance of eval from training; the gradients' dtypes."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, x = wrapped(network(kind), "fsdp", mp_policy=policy), batches(kind, torch.float32)[0][0]
     found, expected = model(x), network(kind).bfloat16()(x.bfloat16())

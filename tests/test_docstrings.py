@@ -20,7 +20,7 @@ import fasth
 PUBLIC = ["fasth", "fasth.spectrum", "fasth.parametrizations", "fasth.flows"]
 ADAPTERS = {"fasth.flows.freia": "FrEIA", "fasth.flows.nflows": "nflows", "fasth.flows.normflows": "normflows"}
 ADAPTERS["fasth.flows.zuko"] = "zuko"
-# What torch's classes ask for; their own documentation says what it is.
+# Methods that torch's classes require, which torch documents.
 ASKED_FOR = {"extra_repr", "with_cache", "bijective", "domain", "codomain", "convert_state", "map_of_torch", "bounded"}
 
 
@@ -31,7 +31,7 @@ def modules() -> Iterator[str]:
 
 
 def examples_of(module: ModuleType) -> list[doctest.DocTest]:
-    """Of the names that are defined there, with what a reader of PyTorch's documentation takes as imported."""
+    """Examples of the names defined in the module, with the imports that PyTorch's documentation assumes."""
     names = {"torch": torch, "nn": nn, "F": F, "fasth": fasth, **vars(module)}
     if library := ADAPTERS.get(module.__name__):
         names[library] = importlib.import_module(library)

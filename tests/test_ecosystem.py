@@ -239,7 +239,7 @@ def test_trainer_takes_our_groups_and_goes_on_where_it_ended(tmp_path: Path) -> 
 
 
 def test_trainer_by_itself_decays_reflectors(tmp_path: Path) -> None:
-    """What docs/ecosystem.md says: once this fails, that page can be shorter."""
+    """Checks the warning in docs/ecosystem.md: once this fails, that page can be shorter."""
     svd = fasth.to_svd(language_model())
     assert decay_of_reflectors(svd, trainer(svd, tmp_path, own=False).create_optimizer()) == {0.1}
 
@@ -261,7 +261,7 @@ def test_timm_takes_our_groups() -> None:
 
 
 def test_timm_reparameterizes_a_converted_model() -> None:
-    """It reads the weights of branches, and makes one convolution of them."""
+    """timm reads the weights of branches and combines them into one convolution."""
     library("timm")
     from timm.models import create_model
     from timm.utils import reparameterize_model

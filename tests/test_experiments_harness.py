@@ -42,7 +42,7 @@ def test_finished_runs_are_found_by_their_settings(tmp_path):
     results.add({"experiment": "a", "lr": 0.1, "seed": 0, "score": 1.0})
     results.add({"experiment": "a", "lr": 0.1, "seed": 0, "rank": 3, "score": 2.0})
     for again in (results, results_in(tmp_path)):
-        assert [record["score"] for record in again.of([{"seed": 0, "lr": 0.1}, {"seed": 1, "lr": 0.1}])] == [1.0]
+        assert [record["score"] for record in again.finished([{"seed": 0, "lr": 0.1}, {"seed": 1, "lr": 0.1}])] == [1.0]
         new = {"lr": 0.2, "seed": 0}
         assert again.missing([{"lr": 0.1, "seed": 0}, new, {**new, "experiment": "b"}]) == [new]
         assert again.settings(again.records[1]) == {"experiment": "a", "lr": 0.1, "seed": 0, "rank": 3}
@@ -169,8 +169,8 @@ class TestCommittedResults:
         """Only their name decides about the settings of a run."""
         digits = data.images()._replace(name="Fashion-MNIST")
         monkeypatch.setattr(data, "images", lambda: digits)
-        of_flows = replace(flow.DATA["images"](), name="Fashion-MNIST")
-        monkeypatch.setitem(flow.DATA, "images", lambda: of_flows)
+        flow_data = replace(flow.DATA["images"](), name="Fashion-MNIST")
+        monkeypatch.setitem(flow.DATA, "images", lambda: flow_data)
 
     @pytest.mark.parametrize("experiment", [flow, recurrent])
     def test_nothing_is_missing(self, experiment):

@@ -40,7 +40,7 @@ def test_copy_memory():
     assert torch.equal(symbols[:10], y[-10:]) and ((1 <= y[-10:]) & (y[-10:] <= 8)).all()
     assert (y[:-10] == 0).all() and (symbols[39] == 9).all()  # the mark after which they are wanted
     assert (symbols[10:39] == 0).all() and (symbols[40:] == 0).all()
-    # Whoever says blank until then, and guesses evenly afterwards, has a loss of 1.
+    # A net that answers blank until then, and guesses evenly afterwards, has a loss of 1.
     forgetful = torch.full((50, 7, 9), -torch.inf)
     forgetful[:-10, :, 0], forgetful[-10:, :, 1:] = 0, 0
     assert task.loss(forgetful, y).item() == pytest.approx(1)
@@ -63,8 +63,8 @@ def test_pixels(small_images):
     assert x.shape == (64, 9, 1) and torch.equal(y, same) and not torch.equal(x, shuffled)
     assert torch.equal(x.sort(0).values, shuffled.sort(0).values)
     images, classes = data.images().training
-    of_first = (images.flatten(1) == x[:, 0, 0]).all(1).nonzero().flatten()
-    assert len(of_first) and classes[of_first[0]] == y[0]
+    matches = (images.flatten(1) == x[:, 0, 0]).all(1).nonzero().flatten()
+    assert len(matches) and classes[matches[0]] == y[0]
     assert sum(len(labels) for _, labels in plain.test()) == len(data.images().test.classes)
 
 

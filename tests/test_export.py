@@ -67,7 +67,7 @@ def test_products_are_few(layer, most):
 @pytest.mark.parametrize("spread", [0, 1e-3, 1e-1], ids=["equal", "nearly parallel", "alike"])
 @pytest.mark.parametrize("d", [64, 256, 512])
 def test_exported_products_are_orthogonal(d, spread):
-    """By the measure of LAPACK's tests, in float32, for the reflectors that are hardest."""
+    """LAPACK's measure of orthogonality, in float32, for the hardest reflectors."""
     torch.manual_seed(0)
     layer = fnn.LinearOrthogonal(d, d, False, reflectors="full")
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_any_number_of_rows_with_cached_weights(strict):
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("why", ["never called", "gradients", "called with gradients", "called in inference mode"])
 def test_other_programs_have_the_products(why, strict):
-    """Where no cached weight can be a constant: the program computes the same, and nothing of it is cached."""
+    """Programs in which no cached weight can be a constant compute the same, and cache nothing."""
     layer, x = fnn.LinearSVD(12, 12, dtype=torch.float64), torch.randn(3, 12, dtype=torch.float64)
     expected = layer(x)
     with fasth.cached():

@@ -175,7 +175,7 @@ def test_gradients_of_all_inputs(name: str, inverse: bool, batch: tuple[int, ...
 
 
 def test_gradient_of_an_encoder() -> None:
-    """That of the definition, through the network that makes V, R₁, R₂ and b; a zero reflector gets a zero gradient."""
+    """The gradient is the definition's, through the network that makes V, R₁, R₂ and b; zero for a zero reflector."""
     context, x = randn(6, 4), randn(6, D)
     encoder = nn.Linear(4, 2 * D + 9 + 9 + 3, dtype=torch.float64)
 
@@ -290,7 +290,7 @@ def test_determinant_of_an_image() -> None:
     torch.testing.assert_close(torch.linalg.slogdet(J).logabsdet, transform.log_abs_det_jacobian(x, transform(x)))
 
 
-# In distributions.
+# With torch.distributions.
 
 
 def test_density_is_that_of_the_normal_distribution_with_this_covariance() -> None:

@@ -41,7 +41,7 @@ ForZuko = fasth.flows.zuko.SVDTransform
 
 
 class Library(NamedTuple):
-    """How each library makes a transform of a layer, and how it calls one: to y and log |det|, both of a batch."""
+    """One library: makes a transform of a layer, and calls it for a batch's y and log |det|."""
 
     make: Callable[[Any, tuple[int, ...]], Any]
     forward: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
@@ -123,7 +123,7 @@ def test_the_determinant_is_that_of_the_jacobian(
 
 @every_library
 def test_a_determinant_can_be_written_into(library: Library) -> None:
-    """As ``log_det += ...`` does in many flows: each sample has a number of its own."""
+    """Many flows write ``log_det += ...``, so each sample needs its own number in memory."""
     transform = library.make(LinearSVD(4, 4, spectrum=POSITIVE), (4,))
     for function in (library.forward, library.inverse):
         _, logabsdet = function(transform, torch.randn(3, 4))
@@ -411,7 +411,7 @@ def test_several_scales_in_nflows() -> None:
 
 @every_layer
 def test_forward_and_inverse_are_consistent_in_nflows(make: Any, event: tuple[int, ...]) -> None:
-    """What nflows' own tests ask of every transform."""
+    """The checks of nflows' own tests for every transform."""
     transform = ForNflows(perturbed(make(dtype=torch.float64)))
     inverse = nflows.transforms.InverseTransform(transform)
     x = torch.randn(3, *event, dtype=torch.float64)
@@ -459,7 +459,7 @@ def test_several_scales_in_normflows() -> None:
 
 
 def test_sampling_and_reverse_kl_in_normflows(layer: LinearSVD) -> None:
-    """Of two normal distributions in closed form."""
+    """The KL divergence of two normal distributions in closed form."""
     base = normflows.distributions.DiagGaussian(4, trainable=False).double()
     target = normflows.distributions.DiagGaussian(4, trainable=False).double()
     flow = normflows.NormalizingFlow(base, [ForNormflows(layer)], target)

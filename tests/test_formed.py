@@ -34,7 +34,7 @@ def drawn(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("with_sigma", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_is_the_definition(shape, with_sigma, dtype):
-    """But on the diagonal, whose gradient only keeps its sign."""
+    """Compares all but the diagonal, whose gradient only keeps its sign."""
     tensors = drawn(shape, dtype)[: 1 + with_sigma]
     (value,), (dR, *dsigma) = value_and_gradients(lambda R, sigma=None: Formed.apply(R, sigma), tensors)
     (right,), (of_R, *of_sigma) = value_and_gradients(expected, [t.double() for t in tensors])

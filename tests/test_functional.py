@@ -57,7 +57,7 @@ def test_functional_call(case: Case, training: bool) -> None:
 @of_every(VMAPPED)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_vmap_over_an_ensemble(case: Case, training: bool) -> None:
-    # In a model: each parametrized module alone is of a class of its own, which stack_module_state does not take.
+    # Parametrized modules are tested inside a model: alone, each has its own class, which stack_module_state rejects.
     layers = [nn.Sequential(perturbed(case.make(dtype=DOUBLE))).train(training) for _ in range(3)]
     x = case.input(DOUBLE)
     base = copy.deepcopy(layers[0]).to("meta")
@@ -205,7 +205,7 @@ def test_every_optimizer_lowers_the_loss_and_leaves_the_signs_alone(kind: Any, o
 
 
 def signs_of(layers: nn.Module) -> list[Tensor]:
-    """Those of full reflectors, and those on the diagonals of compact ones, whose size may decay."""
+    """Signs of full reflectors, and those on the diagonals of compact ones, whose size may decay."""
     signs = [p.detach().clone() for name, p in layers.named_parameters() if name.endswith("signs")]
     compact = [p for name, p in layers.named_parameters() if name.split(".")[-1].startswith(("reflectors", "original"))]
     return signs + [p.detach().diagonal(dim1=-2, dim2=-1).signbit() for p in compact if p.ndim > 1]

@@ -30,7 +30,7 @@ def as_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failures(name: str, cases: int) -> int:
-    """How many of the first cases of one subject fail."""
+    """Number of failures among the first cases of one subject."""
     found = 0
     for case in range(cases):
         draw = Draw(SEED, case)

@@ -1,4 +1,4 @@
-"""What fasth.hidden_gradients says of a net: against the gradients of a loop that is written out."""
+"""fasth.hidden_gradients against the gradients of a loop that is written out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_is_what_the_loss_feels_of_a_change(kind, batch_first):
     time = 1 if batch_first else 0
 
     def loss_from(t: int, *states: Tensor) -> Tensor:
-        """That of the outputs from t on, where the states after step t are given."""
+        """The loss of the outputs from t on, as a function of the states after step t."""
         hx = states if len(states) > 1 else states[0]
         later = x.narrow(time, t + 1, x.shape[time] - t - 1)
         output = [states[0][-1].unsqueeze(time)]

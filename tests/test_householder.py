@@ -75,7 +75,7 @@ def test_a_frozen_argument_changes_nothing_for_the_other(problem: Problem, direc
 
 
 def test_a_block_is_no_larger_than_there_are_reflections(device):
-    """Of 10⁵ triangular reflectors of length 10 all but 10 are zero: a block of 10⁵ would take 40 GB for its T."""
+    """All but 10 of 10⁵ triangular reflectors of length 10 are zero: a block of 10⁵ would take 40 GB for its T."""
     r = 10**5
     x, V = Problem("", (3, 10), (r, 10)).draw(torch.float32, device)
     expected = with_gradients(householder, x, V[:10], triangular=True)
@@ -87,7 +87,7 @@ def test_a_block_is_no_larger_than_there_are_reflections(device):
 @pytest.mark.parametrize("d", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [None, 64])
 def test_q_of_many_short_reflectors_is_orthogonal(d, block_size, device):
-    """In one block of 64, which depend on one another, the worst of these was 300 roundings off."""
+    """In one block of 64 dependent reflectors, the largest error was 300 roundings."""
     torch.manual_seed(0)
     for V in torch.randn(100, 64, d, device=device):
         Q = householder(torch.eye(d, device=device), V, block_size=block_size).double()
@@ -197,7 +197,7 @@ def test_the_rows_after_every_block_are_saved_of_as_many_rows_as_a_block_has(dev
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (3, 1)])
 @pytest.mark.parametrize("rows", [8, 20, 32])
 def test_backward_may_run_on_another_number_of_threads(forward, backward, rows, direction, set_threads):
-    """How rows are laid out depends on the number of threads, and they are saved so."""
+    """The layout of the saved rows depends on the number of threads."""
     x, V = Problem("", (rows, 128), (128, 128)).draw(torch.float32, "cpu")
     expected = with_gradients(from_definition, x, V, **direction)
     set_threads(forward)
@@ -255,7 +255,7 @@ def test_problems_of_different_names_have_different_numbers():
 
 
 def test_second_derivatives_with_frozen_reflectors(path, device):
-    """As in a gradient penalty through a network whose weights are not trained."""
+    """A gradient penalty through a network with frozen weights needs these."""
     x, V = Problem("", (5, 9), (9, 9)).draw(torch.float64, device)
     V = V.detach()
     found, expected = [], []

@@ -118,7 +118,7 @@ def test_second_derivatives() -> None:
 
 
 def test_a_converted_network_with_activations_in_place() -> None:
-    """As ``nn.ReLU(inplace=True)`` after layers without bias, in residual networks and others."""
+    """``nn.ReLU(inplace=True)`` follows layers without bias in residual networks and others."""
     layers = [nn.Linear(D, D, bias=False), nn.ReLU(inplace=True), nn.Linear(D, D, bias=False), nn.SiLU(inplace=True)]
     model = nn.Sequential(*layers).double()
     x = torch.randn(4, D, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How much the Triton kernels launch, seen on the meta device, and what importing fasth asks of Triton: nothing."""
+"""Counts the launches of the Triton kernels on the meta device; importing fasth does not import Triton."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_kernels_that_cannot_be_launched_leave_the_work_to_pytorch(monkeypatch: 
 
 
 def test_an_inherited_setting_stays_inherited() -> None:
-    """What ``torch.backends.fp32_precision`` says of all products is not made a setting of matrix products alone."""
+    """The value inherited from ``torch.backends.fp32_precision`` is not stored as a setting of matrix products."""
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     everywhere = torch.backends.fp32_precision
     try:
@@ -190,7 +190,7 @@ def test_an_inherited_setting_stays_inherited() -> None:
 
 
 class OnAGPU:
-    """What ``precision`` asks of a tensor."""
+    """The attributes of a tensor that ``precision`` reads."""
 
     is_cuda = True
 
@@ -210,7 +210,7 @@ def test_products_that_make_q_are_ieee_whatever_is_allowed(setting: str) -> None
         with pytest.raises(KeyError), precision.ieee_products(OnAGPU()):  # type: ignore[arg-type]
             raise KeyError
         assert matmul.fp32_precision == setting
-        with precision.ieee_products(torch.ones(1)):  # on the CPU it is nobody's business
+        with precision.ieee_products(torch.ones(1)):  # the setting does not matter on the CPU
             assert matmul.fp32_precision == setting
     finally:
         matmul.fp32_precision = before

@@ -282,7 +282,7 @@ def test_a_second_derivative_of_a_recurrence_takes_pytorch() -> None:
 
 
 def operator_calls() -> list[tuple[Any, tuple[Any, ...]]]:
-    """With the entries of a plan: form, transpose, block size, what is saved, a copy, of the identity, symmetric."""
+    """Calls with a plan's entries: form, transpose, block size, what is saved, a copy, of the identity, symmetric."""
     ops = torch.ops.fasth
     x, V, g = torch.randn(3, 20), torch.randn(20, 20), torch.randn(3, 20)
     U, sigma, bias = torch.randn(12, 20), torch.randn(12), torch.randn(12)

@@ -22,7 +22,7 @@ SPILLS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
 def chosen() -> list[Any]:
-    """Of a small, a usual and the largest size, LinearSVD's step; and the gradient in both precisions."""
+    """Kernels of LinearSVD's step at a small, a usual and the largest size; the gradient's in both precisions."""
     launches = gpu_resources.launches([64, 1000, 2048], ["float32"], precisions=["ieee"])
     launches += gpu_resources.launches([256], ["bfloat16"], precisions=["ieee"])
     return [one for one in launches if dict(one.constants).get("FORM", COMPACT) == COMPACT]

@@ -46,7 +46,7 @@ def test_launches_of_a_training_step(form, d):
 
 @pytest.mark.parametrize("sizes", [(768, 768), (1024, 1024), (2048, 2048), (1024, 700)], ids=str)
 def test_launches_of_forming_a_weight(sizes):
-    """And of both gradients: 264 in blocks of reflections, for a square one of 1024."""
+    """Includes both gradients: 264 launches in blocks of reflections for a square weight of 1024."""
     R = torch.empty(sizes, device="meta", requires_grad=True)
     sigma = torch.empty(min(sizes), device="meta", requires_grad=True)
     with observed() as launched:
@@ -142,7 +142,7 @@ def test_every_derivative_of_the_halves(k, direction, halved_to_the_end, device)
 
 @pytest.mark.parametrize("exponent", [-1, -0.5, 0, 0.5, 0.95])
 def test_the_scale_is_a_power_of_two(exponent, precise, device):
-    """From subnormal numbers, which are divided by the smallest normal one, to large ones."""
+    """Covers subnormal numbers, which are divided by the smallest normal one, to large ones."""
     limits = torch.finfo(precise)
     scale = limits.tiny ** (-exponent) / 64 if exponent < 0 else limits.max**exponent
     V = torch.randn(1, 20, 20, dtype=torch.float64, device=device).mul(scale).to(precise)

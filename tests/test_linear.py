@@ -67,7 +67,7 @@ def assert_matches_twin(layer: Any, x: Tensor) -> None:
     assert_layer_matches_dense(layer, twin, x, size=layer.in_features + layer.out_features + 10, scale=scale)
 
 
-# What a layer computes
+# Values and gradients of a layer
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -209,7 +209,7 @@ def test_a_singular_layer_has_no_inverse() -> None:
             layer.inverse(torch.randn(4))
 
 
-# How it begins
+# Initialization
 
 
 @pytest.mark.parametrize("kind", [LinearSVD, LinearSymmetric])
@@ -281,7 +281,7 @@ def test_factors_are_haar_distributed_at_first(form: str) -> None:
 
 
 def _stacked(operators: list[Orthogonal]) -> Tensor:
-    """All of them, dense: (n, d, d)."""
+    """All operators as dense matrices: (n, d, d)."""
     V = torch.stack([Q.V for Q in operators]).detach()
     signs = [V.new_ones(V.shape[-1]) if Q.signs is None else Q.signs for Q in operators]
     return Orthogonal(V, form=operators[0].form, signs=torch.stack(signs)).dense()
@@ -364,7 +364,7 @@ def test_state_dict_round_trip(kind: type, shape: tuple[int, int], form: str) ->
     assert torch.equal(layer(x), other(x))
 
 
-# From a given matrix, and back
+# Conversion from and to a dense matrix
 
 
 MATRICES: dict[str, Callable[[int, int], Tensor]] = {
@@ -633,7 +633,7 @@ def test_jagged_nested_tensors(kind: type) -> None:
         layer(torch.nested.nested_tensor([part.detach() for part in parts]))
 
 
-# What it says
+# repr and errors
 
 
 def test_repr() -> None:

@@ -33,7 +33,7 @@ def transposed_in_memory(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Factor:
-    """How an orthogonal factor is drawn: reflectors of shape ``V``, and signs of shape ``signs`` if there are any."""
+    """Draws an orthogonal factor: reflectors of shape ``V``, and signs of shape ``signs`` unless None."""
 
     V: tuple[int, ...]
     form: str = "full"
@@ -299,7 +299,7 @@ def test_norms(problem: Problem, precise: torch.dtype, device: str) -> None:
     distinct = problem in (*INVERTIBLE.values(), *RECTANGULAR.values())
     check(problem, precise, device, lambda W: W.norm(), torch.linalg.matrix_norm)
     for ord in ("nuc", 2, -2):
-        # Where singular values meet, or meet zero, these norms have corners.
+        # These norms have kinks where singular values are equal or zero.
         operation, twin = lambda W, ord=ord: W.norm(ord), lambda W, ord=ord: torch.linalg.matrix_norm(W, ord)
         if distinct:
             check(problem, precise, device, operation, twin)
@@ -650,7 +650,7 @@ def test_orthonormal_columns_of_any_shape(d: int, k: int, seed: int) -> None:
     assert_within(Orthogonal.from_dense(matrix).dense()[:, :k], matrix, 1.0, d)
 
 
-# What an operator says about itself, and what it refuses
+# repr and errors
 
 
 def test_shape_dtype_device_and_repr(device: str) -> None:

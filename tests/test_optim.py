@@ -37,7 +37,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("rates", [False, True], ids=["one rate", "rates"])
 def test_a_step_is_that_of_a_dense_layer(layer, optimizer, rates):
-    """Where the loss has no gradient a step takes W to (1 − lr·weight_decay)·W, exactly as for the dense W."""
+    """Without a gradient, a step multiplies W by 1 − lr·weight_decay, exactly as for the dense W."""
     layer = LAYERS[layer]().double()
     dense = nn.Parameter(layer.weight.detach().clone())
     kind = type(OPTIMIZERS[optimizer]([torch.zeros(1)]))
@@ -111,7 +111,7 @@ def test_a_group_without_parameters_is_left_out():
 
 
 def rates(model: nn.Module, kind: str = "sigma", **options) -> set[float]:
-    """Those of the groups of this kind, as multiples of lr, where the rates of Adam's kin are those of one step."""
+    """Rates of the groups of this kind as multiples of lr, where the rates for Adam's kin are those of one step."""
     found = [group["lr"] for group in param_groups(model, lr=LR, **options) if group["name"] == kind]
     assert len(set(found)) == len(found), "groups of one kind and rate should be one"
     return {round(lr / LR, 4) for lr in found}
@@ -193,16 +193,16 @@ def test_a_step_of_its_rate_moves_the_weight_as_a_dense_step_does(form, n, m):
 def test_rates_follow_the_slope_of_the_spectrum(map, slope):
     """One step of the rate moves σ as far as one of a free sigma, to first order."""
     layer = LinearSVD(16, 16, spectrum=map)
-    (rate,), (of_sgd,) = rates(layer), rates(layer, **SGD)
+    (rate,), (sgd_rate,) = rates(layer), rates(layer, **SGD)
     assert rate == pytest.approx(4 / slope, rel=1e-4)
-    assert of_sgd == pytest.approx(4 / slope**2, rel=1e-4)
+    assert sgd_rate == pytest.approx(4 / slope**2, rel=1e-4)
     meta = LinearSVD(16, 16, spectrum=map, device="meta")
     assert list(rates(meta)) == pytest.approx([rate], rel=1e-4)
 
 
 @pytest.mark.parametrize("lr", [1e-4, 1e-3, 1e-1])
 def test_rates_follow_the_root_of_lr(lr):
-    """Of weights with singular values to train, for Adam's kin. An orthogonal weight, and a net made to remember, have
+    """Rates of weights with trained singular values, for Adam's kin. An orthogonal weight, and a bounded RNNSVD, have
     rates that follow lr, as all other parameters have."""
 
     def found(layer: nn.Module, **options) -> dict[str, float]:
@@ -233,7 +233,7 @@ def test_reflectors_multiplies_their_rate():
 
 
 def test_rates_of_the_other_spectra():
-    """Of a normalized one, also where it is constant; of a range that does not reach 1; of a very narrow one."""
+    """Tests a normalized spectrum, also constant, a range without 1, and a very narrow one."""
     assert rates(LinearSVD(16, 16, spectrum=spectrum.normalized())) == {4.0}
     assert rates(LinearSVD(1, 1, spectrum=spectrum.normalized())) == {1.0}
     (outside,) = rates(LinearSVD(16, 16, spectrum=spectrum.between(2, 10)))

@@ -266,7 +266,7 @@ def compare(layer: Any, *functions: Any) -> None:
         parameters = [p for name, p in layer.named_parameters() if name != "bias"]
         weights = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).reshape(value.shape)
         gradients = torch.autograd.grad(value, parameters, weights)
-        # On the diagonal there are signs, whose gradient only keeps them.
+        # The diagonal holds signs; its gradient only keeps them.
         found.append([value, *(g * (p.detach().abs() != 1) for g, p in zip(gradients, parameters, strict=True))])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
@@ -461,7 +461,7 @@ def test_training_with_decay_leaves_the_signs_alone(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(signs_now(), before, strict=True))
 
 
-# What cannot be.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_errors_of_calls() -> None:
     assert singular.logabsdet(2, 2) == -math.inf and singular.cond() == math.inf
 
 
-# What every layer of fasth can.
+# Features of every layer.
 
 SMALL = ["3×2", "groups", "stride and groups", "transposed, stride", "SVD, 3×3", "SVD, groups and dilation", "1-d"]
 every_small = pytest.mark.parametrize("name", SMALL)

@@ -1,4 +1,4 @@
-"""What the pages show: Python runs as it stands, commands and settings exist."""
+"""Tests the documentation's pages: their Python runs as printed, commands and settings exist."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ WITH_COMMANDS = [page for page in PAGES if any(True for _ in commands(page))]
 
 @pytest.fixture
 def as_torchrun_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In an empty folder, and one process of one, should the page start a group; nothing of it is left."""
+    """Runs a page in an empty folder as the only process of a group, and cleans up afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
@@ -170,7 +170,7 @@ LINKED = [*PAGES, *ROOT.glob("[A-Z]*.md"), *ROOT.glob(".github/**/*.md")]
 
 @pytest.mark.parametrize("page", dict.fromkeys(LINKED), ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    """As GitHub follows them: to files, and to headings. ``make docs`` checks those of the site."""
+    """Links to files and headings, as GitHub resolves them. ``make docs`` checks those of the site."""
     for target in re.findall(r"\]\(([^()\s]+)\)|<img src=\"([^\"]+)\"", re.sub(r"`[^`\n]+`", "", without_blocks(page))):
         path, _, anchor = (target[0] or target[1]).partition("#")
         if re.match(r"[a-z]+:", path):
@@ -182,7 +182,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """As GitHub writes them in addresses."""
+    """The headings' anchors as GitHub writes them."""
     found = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in found}
 

@@ -140,7 +140,7 @@ def product(V: Tensor, signs: Tensor) -> Tensor:
 
 
 def signs(X: Tensor) -> Tensor:
-    """Those on the diagonal."""
+    """The signs on the diagonal."""
     return torch.where(X.detach().diagonal() < 0, -1.0, 1.0).to(X)
 
 
@@ -253,7 +253,7 @@ def test_orthogonal_from_special_matrices(shape: tuple[int, ...]) -> None:
         assert orthogonal_error(holder.weight) < 30
 
 
-# As one of torch's parametrizations
+# Compatibility with torch's parametrizations
 
 
 @both
@@ -428,7 +428,7 @@ def test_errors_say_what_was_expected(call: Callable[[], Any], error: type[Excep
 
 @pytest.mark.parametrize("parametrization", [parametrizations.orthogonal, parametrizations.svd])
 def test_parameters_may_be_cast(parametrization: Callable[[nn.Module], nn.Module]) -> None:
-    """As FSDP's mixed precision does."""
+    """FSDP's mixed precision casts parameters."""
     layer = parametrization(nn.Linear(5, 4))
     for parameter in layer.parameters():
         parameter.data = parameter.data.bfloat16()

@@ -154,7 +154,7 @@ def test_merged_unmerged_and_disabled(kind: str, safe: bool) -> None:
 @pytest.mark.parametrize("wide", [True, False], ids=["float32 adapters", "half adapters"])
 @each_model
 def test_half_precision(kind: str, half: torch.dtype, wide: bool) -> None:
-    """As near to what float64 has as PEFT's own forward is, up to one more rounding of the activations."""
+    """The error against float64 is PEFT's own, up to one more rounding of the activations."""
     model, x = adapted(kind, half), sample(kind, half)
     if wide:
         for p in trained(model).values():
@@ -166,8 +166,8 @@ def test_half_precision(kind: str, half: torch.dtype, wide: bool) -> None:
     for found, own, expected in zip(ours, theirs, exact, strict=True):
         assert found.dtype == own.dtype
         size = expected.abs().max()
-        error, of_peft = ((t.double() - expected).abs().max() / size for t in (found, own))
-        assert error < 2 * of_peft + 4 * torch.finfo(half).eps
+        error, peft_error = ((t.double() - expected).abs().max() / size for t in (found, own))
+        assert error < 2 * peft_error + 4 * torch.finfo(half).eps
 
 
 @pytest.mark.parametrize("kind", ["linear", "3x3", "1x1"])
@@ -184,7 +184,7 @@ def test_autocast(kind: str) -> None:
 
 
 def test_the_base_is_only_called() -> None:
-    """Its hooks run, and a class that computes its own way does."""
+    """The base layer's hooks run, and so does its class's own forward."""
     model, x = adapted("linear"), sample("linear")
     calls: list[int] = []
     base = model.base_model.model[0].base_layer
@@ -317,7 +317,7 @@ def test_oft_is_a_rotation_and_merges(degrees: float) -> None:
 
 
 def test_oft_without_the_series_is_that_of_peft() -> None:
-    """It turns the other way."""
+    """PEFT's OFT turns in the opposite direction."""
     model, exact = rotation(0.3, use_cayley_neumann=False)
     layer, x = model.base_model.model[0], torch.randn(5, 4, dtype=torch.float64)
     expected = model(x)

@@ -60,7 +60,7 @@ def draw(lengths: list[int], h: int, packed: bool, dtype: torch.dtype) -> tuple[
 
 
 def function(nonlinearity: str, times: Times, implementation=recurrence):
-    """Of x, W, h0 and bias: all states, and the last ones."""
+    """A function of x, W, h0 and bias that returns all states and the last ones."""
 
     def states(x: Tensor, W: Tensor, h0: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         of_modrelu = bias if nonlinearity == "modrelu" or implementation is definition else None

@@ -1,4 +1,4 @@
-"""What a release says of itself agrees: the version, the public names, the changelog."""
+"""The version, the public names and the changelog of a release agree."""
 
 from __future__ import annotations
 

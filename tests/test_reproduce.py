@@ -117,7 +117,7 @@ def test_peak_memory_of_what_fails():
 
 
 def test_peak_memory_on_a_gpu(monkeypatch):
-    """What torch is asked, on a machine that has none."""
+    """Checks the calls to torch.cuda, on a machine without a GPU."""
     asked, allocated = [], iter([100, 107])
     for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
 
@@ -329,8 +329,8 @@ def test_the_full_run_is_the_papers_grid():
     assert list(grid.step) == [64 * i for i in range(1, 49)]
     assert grid.rounds == 100
     (block_size,) = [e for e in experiments.experiments(grid) if e.name == "block-size"]
-    of_784 = {entry.k for entry in block_size.tasks[1].entries}
-    assert of_784 == set(range(2, 57))
+    sizes_784 = {entry.k for entry in block_size.tasks[1].entries}
+    assert sizes_784 == set(range(2, 57))
 
 
 def test_headlines_are_ratios_of_means():

@@ -71,7 +71,7 @@ def as_hx(tensors: tuple[Tensor, ...]) -> Any:
 
 
 def hidden_weight(rnn: Recurrent, where: str) -> Tensor:
-    """From the parameters, one reflection at a time; the matrices of the gates one below the other."""
+    """The hidden weight from the parameters, one reflection at a time; the gates' matrices are stacked."""
     reflectors = getattr(rnn, f"reflectors_{where}").chunk(rnn._gates)
     sigma = [None] * rnn._gates
     if rnn.spectrum is not None:
@@ -136,11 +136,13 @@ def assert_matches_twin(
     *tensors: Tensor,
     call: Callable[..., Any] = lambda module, x, *hx: flat(module(x, as_hx(hx)) if hx else module(x)),
 ) -> None:
-    """``call(rnn, *tensors)``, and the gradients of all tensors and parameters, as those of its twin."""
+    """Asserts that ``call(rnn, *tensors)`` and the gradients of all tensors and parameters are the twin's."""
     results = []
-    for of in (lambda rnn: rnn, twin):
+    for prepare in (lambda rnn: rnn, twin):
         torch.manual_seed(1)  # for dropout
-        results.append(value_and_gradients(lambda *t, of=of: call(of(rnn), *t), tensors, list(rnn.parameters())))
+        results.append(
+            value_and_gradients(lambda *t, prepare=prepare: call(prepare(rnn), *t), tensors, list(rnn.parameters()))
+        )
     assert_close(*results, 30 * rnn.hidden_size)
 
 
@@ -278,7 +280,7 @@ def test_starts_orthogonal(kind, options, init):
 
 
 def test_angles():
-    """Those of "henaff" are uniform in [−π, π], those of "cayley" −tan(t/2), with t uniform in [0, π/2]."""
+    """Angles of "henaff" are uniform in [−π, π], those of "cayley" −tan(t/2), with t uniform in [0, π/2]."""
     for init, low, high, median in (("henaff", -math.pi, math.pi, 0.0), ("cayley", -1.0, 0.0, -math.tan(math.pi / 8))):
         W = RNNSVD(1, 1000, init=init, dtype=torch.float64, eps=0).weight_hh_l0.detach()
         angles = torch.atan2(W.diagonal(1)[::2], W.diagonal()[::2])
@@ -394,7 +396,7 @@ def test_set_weight(kind):
 
 
 def test_one_step_at_a_time_is_all_at_once():
-    """As in a loop that calls the layer with every new input."""
+    """A loop that calls the layer with each input gives the same as one call."""
     for kind in KINDS:
         rnn, x, hx = make(kind, num_layers=2), numbers(4, 5, 3), None
         with torch.no_grad(), cached():

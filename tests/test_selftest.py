@@ -45,7 +45,7 @@ def test_every_kind_of_call_agrees_with_the_definition(programs):
 
 
 def test_an_error_is_found_in_every_kind_of_call(programs):
-    """In float, whose tolerances are the larger ones."""
+    """Tests float, which has the larger tolerances."""
     done = _run(programs[0], "--plant-error")
     assert done.returncode == 1, done.stdout + done.stderr
     counts = _counts(done.stdout)

@@ -1,4 +1,4 @@
-"""What fasth.spectra says of a model: against a decomposition, on the screen, in TensorBoard, in a picture."""
+"""fasth.spectra of a model, against a decomposition, on the screen, in TensorBoard, in a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer is made of, saved, loaded, copied, shared, resumed and made without memory."""
+"""A layer's state: saved, loaded, copied, shared, resumed and made without memory."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_resuming_gives_the_same_steps(case: Case, monkeypatch: pytest.MonkeyPat
 
 @of_every(ALL)
 def test_parameters_alone_determine_a_layer(case: Case) -> None:
-    """As stores of parameters have it, without buffers: averages, probabilistic programs."""
+    """Averages and probabilistic programs store the parameters alone, without buffers."""
     layer, other = (case.make(dtype=torch.float64) for _ in range(2))
     x = case.input(torch.float64)
     with torch.no_grad():
@@ -392,7 +392,7 @@ def test_a_spectrum_takes_the_nearest() -> None:
 def test_a_checkpoint_that_a_layer_cannot_have_is_a_warning(
     layer: Callable[[], Any], dense: Callable[[], Any], warnings: int, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """One for each weight, by its name in the model; and none for a layer that can have it."""
+    """One warning for each weight, with its name in the model; none for a layer that can have the weight."""
     model = nn.Sequential(layer())
     model.load_state_dict(nn.Sequential(dense()).state_dict())
     assert len(recwarn) == warnings

@@ -52,7 +52,7 @@ FORMS = ["compact", "shared", "full", "triangular"]
 
 
 def draw(shape: Shape, form: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """All arguments of ``svd_linear``, wanting gradients. ``shared``: signed, both in one matrix."""
+    """Draws all arguments of ``svd_linear``, requiring gradients. ``shared``: signed, both sides in one matrix."""
     generator = torch.Generator().manual_seed(shape.n + shape.m)
     n, m = shape.n, shape.m
     k = min(n, m) if shape.k is None else shape.k
@@ -253,8 +253,8 @@ def test_little_is_saved_where_the_rows_after_every_block_would_take_much_memory
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         out = actual(tensors, "shared")
-    given = sum(t.numel() for t in tensors.values())
-    assert sum(sizes) <= 4 * given + (1 << 18)
+    given_size = sum(t.numel() for t in tensors.values())
+    assert sum(sizes) <= 4 * given_size + (1 << 18)
     assert_all_close(with_gradients(out, tensors), expected(tensors, "shared"), 716)
 
 
@@ -349,7 +349,7 @@ def test_bad_arguments(path: str, change: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(("n", "m"), [(1024, 1056), (1088, 1024), (1030, 1030)])
 def test_gradients_too_large_for_the_caches(path: str, n: int, m: int) -> None:
-    """They are written past them, where they lie such that they can be. The twin is a product with the dense weight."""
+    """Results are written past them where the layout permits. The twin is a product with the dense weight."""
     tensors = draw(Shape((8,), n, m), "shared", torch.float32, "cpu")
     tensors["U"] = tensors["U"].detach().mul(0.05).requires_grad_()
     W = svd_dense(tensors["U"], tensors["sigma"], form="compact")
@@ -360,7 +360,7 @@ def test_gradients_too_large_for_the_caches(path: str, n: int, m: int) -> None:
 @pytest.mark.parametrize("form", ["shared", "compact"])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_signs_close_to_zero_are_pushed_away_from_it(path: str, form: str, rows: int, precise: torch.dtype) -> None:
-    """By a gradient of 0.1 where an entry of the diagonal is below 0.25; −0 is negative."""
+    """The gradient is ∓0.1 where the size of a diagonal entry is below 0.25; −0 counts as negative."""
     tensors = draw(Shape((rows,), 70, 40), form, precise, "cpu")
     values = torch.tensor([0.0, -0.0, 0.2, -0.2, 0.3, -0.3, 1.0, -1.0], dtype=precise)
     pushes = torch.tensor([-0.1, 0.1, -0.1, 0.1, 0, 0, 0, 0], dtype=precise)

@@ -49,7 +49,7 @@ def command(monkeypatch):
 
 @pytest.fixture
 def report(tmp_path) -> Path:
-    """What pytest writes of its own accord, on tests of every outcome."""
+    """A report that pytest wrote, on tests of every outcome."""
     (tmp_path / "test_outcomes.py").write_text(TESTS)
     pytest_on = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=tests.xml", "test_outcomes.py"]
     done = subprocess.run(pytest_on, cwd=tmp_path, capture_output=True, text=True)
@@ -71,10 +71,10 @@ def test_a_record_has_the_counts_and_this_process(command, report, tmp_path):
     }
 
 
-def record(python: str, of_torch: str, failed: int) -> dict[str, object]:
+def record(python: str, torch_version: str, failed: int) -> dict[str, object]:
     return {
         "date": "2026-01-02",
-        "versions": {"fasth": "1.2.3", "python": python, "torch": of_torch},
+        "versions": {"fasth": "1.2.3", "python": python, "torch": torch_version},
         "core": "avx2",
         "system": "Linux-6.1.0-x86_64-with-glibc2.36",
         "passed": 1234,
@@ -86,12 +86,12 @@ def record(python: str, of_torch: str, failed: int) -> dict[str, object]:
 def test_the_table_has_a_row_for_each_record_the_newest_first(command, tmp_path, capsys):
     page, records = tmp_path / "page.md", tmp_path / "records"
     records.mkdir()
-    for name, (python, of_torch, failed) in {
+    for name, (python, torch_version, failed) in {
         "a": ("3.9.1", "2.9.0", 0),
         "b": ("3.10.2", "2.9.0+cpu", 3),
         "c": ("3.10.2", "2.10.1", 0),
     }.items():
-        (records / f"{name}.json").write_text(json.dumps(record(python, of_torch, failed)))
+        (records / f"{name}.json").write_text(json.dumps(record(python, torch_version, failed)))
     page.write_text(PAGE)
     where = "--records", records, "--page", page
     assert command(*where, "--check") == 1

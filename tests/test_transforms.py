@@ -132,7 +132,7 @@ def test_vmap(direction, in_dims, inside, device):
     ]
     ours, theirs = (vmap(derived(f), in_dims)(*arguments) for f in ours_and_definition(direction))
     torch.testing.assert_close(ours, theirs)
-    # And the other way round: a gradient taken through vmap.
+    # The reverse order: a gradient taken through vmap.
     ours, theirs = (
         grad(lambda x, V, f=f: vmap(f, in_dims)(x, V).pow(3).sum(), (0, 1))(*arguments)
         for f in ours_and_definition(direction)
@@ -162,7 +162,7 @@ def test_vmap_twice(device):
 @pytest.mark.parametrize("triangular", [False, True], ids=["full", "triangular"])
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compile(triangular, backend, device):
-    """In one graph for each way to compute: the first batch size, and few, more and many rows of any size."""
+    """One graph for each way to compute: the first batch size, and few, more and many rows of any size."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda x, V: householder(x, V, triangular=triangular), fullgraph=True, backend=counter)

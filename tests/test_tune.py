@@ -32,7 +32,7 @@ def store(found: tuning_file.Entry) -> None:
     planner.forget_plans()
 
 
-def here(dtype: torch.dtype = torch.float32) -> Where:
+def cpu_place(dtype: torch.dtype = torch.float32) -> Where:
     return Where(dtype=dtype, threads=torch.get_num_threads())
 
 
@@ -44,16 +44,16 @@ def entry(**changes) -> tuning_file.Entry:
 
 
 def test_what_was_found_is_used_from_then_on():
-    assert default_block_size(48, here()) == 24
-    assert not forming_pays(60, 48, 48, True, here())
+    assert default_block_size(48, cpu_place()) == 24
+    assert not forming_pays(60, 48, 48, True, cpu_place())
     store(entry())
     for _ in range(2):
-        assert default_block_size(48, here()) == 5
-        assert default_block_size(47, here()) == 24
-        assert [forming_pays(rows, 48, 48, True, here()) for rows in (48, 59, 60)] == [False, False, True]
+        assert default_block_size(48, cpu_place()) == 5
+        assert default_block_size(47, cpu_place()) == 24
+        assert [forming_pays(rows, 48, 48, True, cpu_place()) for rows in (48, 59, 60)] == [False, False, True]
         full = 60 * planner.crossover_by_rule(48, 48, False) / planner.crossover_by_rule(48, 48, True)
-        assert [forming_pays(rows, 48, 48, False, here()) for rows in (full - 1, full)] == [False, True]
-        assert not forming_pays(60, 40, 48, True, here()), "found for as many reflections as dimensions"
+        assert [forming_pays(rows, 48, 48, False, cpu_place()) for rows in (full - 1, full)] == [False, True]
+        assert not forming_pays(60, 40, 48, True, cpu_place()), "found for as many reflections as dimensions"
         planner.forget_plans()  # and read again from the file
 
 
@@ -64,15 +64,15 @@ def test_what_was_found_is_used_from_then_on():
 )
 def test_what_was_found_elsewhere_is_kept_and_not_used(other):
     store(entry(**other))
-    assert default_block_size(48, here()) == 24
+    assert default_block_size(48, cpu_place()) == 24
     store(entry())
     assert len(tuning_file.load()) == 2
 
 
 def test_the_dtype_of_the_work_decides():
     store(entry(dtype="float64", block_size=7))
-    assert default_block_size(48, here(torch.float64)) == 7
-    assert default_block_size(48, here()) == 24
+    assert default_block_size(48, cpu_place(torch.float64)) == 7
+    assert default_block_size(48, cpu_place()) == 24
 
 
 def test_results_stay_the_same_with_what_was_found():
@@ -86,7 +86,7 @@ def test_results_stay_the_same_with_what_was_found():
 def test_a_compiled_graph_does_not_depend_on_the_file():
     store(entry())
 
-    where = here()
+    where = cpu_place()
 
     def chosen(x):
         return x + default_block_size(48, where) + forming_pays(60, 48, 48, True, where)
@@ -99,7 +99,7 @@ def test_tuning_stores_one_of_its_candidates():
     found = tune(32, 8)
     assert found.entry.block_size in block_sizes(32)
     assert found.entry.crossover > 32
-    assert default_block_size(32, here()) == found.entry.block_size
+    assert default_block_size(32, cpu_place()) == found.entry.block_size
     assert tuning_file.load() == [found.entry]
     assert found.seconds <= found.default_seconds
 
@@ -163,16 +163,16 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_then_replaced(folder, cont
     path = folder / "tuning.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(RuntimeWarning, match=r"tuning\.json is damaged and was ignored"):
-        assert default_block_size(48, here()) == 24
-    assert default_block_size(48, here()) == 24  # once is enough
-    assert not forming_pays(60, 48, 48, True, here())
+        assert default_block_size(48, cpu_place()) == 24
+    assert default_block_size(48, cpu_place()) == 24  # once is enough
+    assert not forming_pays(60, 48, 48, True, cpu_place())
     store(entry())
     assert tuning_file.load() == [entry()]
 
 
 @pytest.mark.parametrize("block_size", [9223372036854775807, 10**9, 49])
 def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
-    """On every backend: it once gave wrong numbers, and a segmentation fault."""
+    """Regression test on every backend: such a size once gave wrong numbers and a segmentation fault."""
     x, V = torch.randn(5, 48).double(), torch.randn(48, 48).double().requires_grad_()
     layer = LinearSVD(48, 48, dtype=torch.float64)
 
@@ -187,7 +187,7 @@ def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
     with pytest.warns(RuntimeWarning, match="block_size"):
         actual = results()
     assert all(torch.equal(t, reference) for t, reference in zip(actual, expected, strict=True))
-    # Even one that comes around the file's check is no larger than there are reflections.
+    # A block size that bypasses the file's check is limited to the number of reflections.
     planner.tuning()[impossible.key] = impossible
     planner._remembered_householder_plan.cache_clear()
     planner._remembered_svd_plan.cache_clear()
@@ -197,8 +197,8 @@ def test_an_impossible_block_size_changes_no_result(folder, block_size, path):
 def test_a_large_crossover_is_one_that_is_never_reached():
     store(entry(crossover=2**40))
     planner.forget_plans()
-    assert not forming_pays(10**9, 48, 48, True, here()) and not forming_pays(10**9, 48, 48, False, here())
-    assert not forming_svd_pays(10**9, 48, 48, 48, 48, 48, True, here())
+    assert not forming_pays(10**9, 48, 48, True, cpu_place()) and not forming_pays(10**9, 48, 48, False, cpu_place())
+    assert not forming_svd_pays(10**9, 48, 48, 48, 48, 48, True, cpu_place())
 
 
 def test_several_processes_leave_all_their_entries(folder):
@@ -264,5 +264,5 @@ def test_looking_up_is_cheap():
     store(entry())
     start = time.perf_counter()
     for _ in range(1000):
-        default_block_size(48, here())
+        default_block_size(48, cpu_place())
     assert (time.perf_counter() - start) / 1000 < 50e-6, "it is called in every step"

@@ -83,7 +83,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("caching", [False, True], ids=["", "cached"])
 def test_writing_into_a_weight_is_an_error(make: Callable[[], Any], write: Callable[[Any], Any], caching: bool) -> None:
-    """It would change a temporary tensor, or, within ``cached()``, what every later call multiplies by."""
+    """A write would change a temporary tensor, or, within ``cached()``, the weight of all later calls."""
     layer = make()
     before = copy.deepcopy(layer.state_dict())
     with contextlib.nullcontext() if not caching else cached(), torch.no_grad():

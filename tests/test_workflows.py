@@ -1,4 +1,4 @@
-"""What GitHub Actions and cibuildwheel are told agrees with the Makefile, pyproject.toml and constraints.txt."""
+"""The settings of GitHub Actions and cibuildwheel agree with the Makefile, pyproject.toml and constraints.txt."""
 
 from __future__ import annotations
 

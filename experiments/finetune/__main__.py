@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def installed() -> list[str]:
-    """Without PEFT, ours and all weights."""
+    """The methods that can run: without PEFT, only ours and training all weights."""
     return [*METHODS] if find_spec("peft") else [name for name in METHODS if name not in report.OF_PEFT]
 
 
@@ -57,7 +57,7 @@ def sweep(grid: Grid, methods: Iterable[str]) -> list[Run]:
 
 
 def chosen(grid: Grid, method: str, results: Results) -> Record | None:
-    return best_of_first_seed(results.of(sweep(grid, [method])), lambda record: record["train"])
+    return best_of_first_seed(results.finished(sweep(grid, [method])), lambda record: record["train"])
 
 
 def finals(grid: Grid, method: str, results: Results) -> list[Run]:
@@ -81,8 +81,8 @@ def write_report(options: Options, results: Results, console: Console) -> None:
     for method in options.methods:
         best = chosen(grid, method, results)
         if best is not None:
-            found[method] = results.of(finals(grid, method, results)) or [best]
-    report.write(results.of([first_run(grid)]), found, grid.steps, results.path.parent, console)
+            found[method] = results.finished(finals(grid, method, results)) or [best]
+    report.write(results.finished([first_run(grid)]), found, grid.steps, results.path.parent, console)
 
 
 def label(record: Record) -> str:

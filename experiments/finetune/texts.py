@@ -66,6 +66,6 @@ def batch(text: Tensor, size: int, length: int, generator: Generator) -> Tensor:
 
 
 def windows(text: Tensor, count: int, length: int) -> Tensor:
-    """At even distances, always the same: (count, length)."""
+    """Returns ``count`` evenly spaced, fixed windows of the text: (count, length)."""
     starts = torch.linspace(0, len(text) - length, count).long()
     return text[starts[:, None] + torch.arange(length)]

@@ -115,7 +115,7 @@ def evaluated(model: nn.Module, text: Tensor, count: int = 128) -> float:
 
 
 def saved_mebibytes(model: nn.Module) -> float:
-    """What autograd keeps for the backward pass of one step, each storage once, without the parameters."""
+    """Size of the tensors that autograd saves in one step, each storage once, without the parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 

@@ -56,7 +56,7 @@ def stages(options: Options, results: Results, console: Console) -> Iterator[lis
 def write_report(options: Options, results: Results, console: Console) -> None:
     grid = grid_of(options)
     swept = sweep(grid, options.tasks, options.mixers)
-    records = results.of([*swept, *finals(swept, results, grid)])
+    records = results.finished([*swept, *finals(swept, results, grid)])
     report.write(records, grid, options, results.path.parent, console)
 
 

@@ -13,7 +13,7 @@ from experiments.harness import Record, Results, Run, best_of_first_seed, other_
 
 @dataclass(frozen=True)
 class Grid:
-    """All combinations are tried."""
+    """The settings of the experiment; all combinations are run."""
 
     rates: dict[str, Sequence[float]]
     starts: dict[str, Sequence[str]]
@@ -49,7 +49,7 @@ def sweep(grid: Grid, tasks: Iterable[str], mixers: Iterable[str]) -> list[Run]:
 def finals(swept: Sequence[Run], results: Results, grid: Grid) -> list[Run]:
     """The best setting of each mixer, with seeds that did not choose it."""
     pairs = dict.fromkeys((run["task"], run["mixer"]) for run in swept)
-    winners = (best(results.of(swept), task=task, mixer=mixer) for task, mixer in pairs)
+    winners = (best(results.finished(swept), task=task, mixer=mixer) for task, mixer in pairs)
     return [run for one in winners if one for run in other_seeds(results.settings(one.chosen), grid.seeds)]
 
 

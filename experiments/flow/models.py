@@ -102,7 +102,7 @@ class NFlows(nn.Module):
 
 
 class Chain(nn.Module):
-    """One mixer after the other."""
+    """Applies several mixers in sequence."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__()

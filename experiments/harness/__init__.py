@@ -1,4 +1,4 @@
-"""What all experiments share.
+"""Code that all experiments share.
 
 README.md beside this folder says how an experiment uses it. Its files:
 

@@ -24,10 +24,10 @@ G = TypeVar("G")
 
 @dataclass(frozen=True)
 class Experiment:
-    """What differs between experiments.
+    """Describes one experiment to the shared command.
 
     Args:
-        name: of its folder.
+        name: the name of its folder.
         about: the description that --help prints.
         found: the names of the results of a run: the keys of the dict that ``train`` returns.
         add_options: adds the experiment's own options to the parser.

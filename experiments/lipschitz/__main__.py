@@ -45,7 +45,7 @@ def grid_of(options: Options) -> Grid:
 
 
 def sweep(grid: Grid, images: str, method: str) -> list[Run]:
-    """Every rate, with seed 0, which is judged on test data only if there are no other seeds."""
+    """Runs of every rate with seed 0, which are evaluated on test data only if there are no other seeds."""
     fixed = {"data": images, "method": method, "seed": 0, "steps": grid.steps, "judged": not grid.seeds}
     return [{**fixed, "lr": rate} for rate in grid.rates]
 
@@ -54,7 +54,7 @@ def finals(options: Options, images: str, results: Results) -> list[Run]:
     """The best rate of each method with other seeds, or, if there are none, the run of the sweep itself."""
     grid, runs = grid_of(options), []
     for method in options.methods:
-        if best := best_of_first_seed(results.of(sweep(grid, images, method)), worth):
+        if best := best_of_first_seed(results.finished(sweep(grid, images, method)), worth):
             chosen = results.settings(best)
             runs += harness.other_seeds(chosen, grid.seeds) or [chosen]
     return runs
@@ -73,7 +73,7 @@ def stages(options: Options, results: Results, console: Console) -> Iterator[lis
 
 
 def write_report(options: Options, results: Results, console: Console) -> None:
-    records = results.of([run for images in options.images for run in finals(options, images, results)])
+    records = results.finished([run for images in options.images for run in finals(options, images, results)])
     report.write(records, grid_of(options).steps, options.rounds, results.path.parent, console)
 
 

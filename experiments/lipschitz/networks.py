@@ -60,7 +60,7 @@ def by_construction() -> Mapping[type[nn.Module], Callable[[Any], float]]:
 
 @dataclass(frozen=True)
 class Method:
-    """What a network is made of and trained with. ``margin``: by the margin loss, else by cross entropy."""
+    """The layers and the loss of one method. ``margin``: the margin loss instead of cross entropy."""
 
     conv: ConvOf
     dense: Callable[[int, int], nn.Module] = fasth.LinearOrthogonal

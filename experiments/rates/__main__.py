@@ -27,9 +27,9 @@ def stages(options: Options, results: Results, console: Console) -> Iterator[Seq
         for methods in grid.JUDGED:
             sweep = grid.judging(methods, options.quick)
             yield sweep
-            sweep = [*sweep, *grid.beyond(results.of(sweep), methods, options.quick)]
+            sweep = [*sweep, *grid.beyond(results.finished(sweep), methods, options.quick)]
             yield sweep
-            yield grid.more_seeds(results.of(sweep), methods, options.quick)
+            yield grid.more_seeds(results.finished(sweep), methods, options.quick)
 
 
 def label(record: Record) -> str:

@@ -44,7 +44,7 @@ def choosing(quick: bool) -> list[Run]:
 
 
 def variant_of(run: Run) -> dict[str, Any]:
-    """What distinguishes a variant: everything but the task, the rate and the seed."""
+    """The settings that identify a variant: all but the task, the rate and the seed."""
     names = ("part", "task", "lr", "seed", "steps", "seconds", "score", "growth", "curve")
     return {name: value for name, value in run.items() if name not in names}
 

@@ -42,7 +42,7 @@ def report(options: Options, results: Results, console: Console) -> None:
 
 def chosen(results: Results, quick: bool) -> Table:
     """A line for each variant; a cell has the scores at the three rates."""
-    found = results.of(grid.choosing(quick))
+    found = results.finished(grid.choosing(quick))
     rows = []
     for name, settings in grid.VARIANTS.items():
         mine = [r for r in found if grid.variant_of(r) == settings]
@@ -114,7 +114,7 @@ def growth(judged: Sequence[Record]) -> Table:
 
 
 def _methods(judged: Iterable[Record]) -> list[str]:
-    """Those that have results."""
+    """The methods that have results."""
     found = {record["method"] for record in judged}
     return [method for method in STYLES if method in found]
 
@@ -142,7 +142,7 @@ def _row(task: Task, cells: list[str]) -> list[str]:
 
 
 def _whole(rows: list[list[str]]) -> list[list[str]]:
-    """Those that have a result."""
+    """The rows that have a result."""
     return [row for row in rows if any(row[1:])]
 
 

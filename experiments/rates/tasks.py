@@ -78,7 +78,7 @@ def _autoencoder(width: int, steps: int) -> Task:
 
 
 def _error(task: Task) -> Task:
-    """With the error on 4,000 test images in place of the accuracy, so that lower is better everywhere."""
+    """Replaces the accuracy by the error on 4,000 test images, so that lower is better for every task."""
 
     def score(model: nn.Module) -> float:
         inputs, classes = (part[:4000] for part in data.images().test)

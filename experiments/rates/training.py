@@ -45,7 +45,7 @@ def train(run: Run, _: Path) -> Record:
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """All layers that ``to_svd`` knows; of a flow its linear maps, as in the study."""
+    """Converts all layers that ``to_svd`` supports; in a flow only its linear maps, as in the study."""
     flow = hasattr(model, "mixers")
     return fasth.to_svd(model, filter=lambda name, _: not flow or name.startswith("mixers"), report=[])
 

@@ -61,7 +61,7 @@ def finals(grid: Grid, methods: Iterable[str], results: Results) -> list[Run]:
     """The best rate with other seeds, or, if there are none, the run of the sweep itself."""
     runs = []
     for task, method in grid.pairs(methods):
-        if best := best_of_first_seed(results.of(sweep(grid, task, method)), lambda record: record["curve"][-1]):
+        if best := best_of_first_seed(results.finished(sweep(grid, task, method)), lambda record: record["curve"][-1]):
             chosen = results.settings(best)
             runs += harness.other_seeds(chosen, grid.seeds) or [chosen]
     return runs
@@ -76,7 +76,7 @@ def stages(options: Options, results: Results, console: Console) -> Iterator[lis
 
 
 def report(options: Options, results: Results, console: Console) -> None:
-    records = results.of(finals(grid_of(options), options.methods, results))
+    records = results.finished(finals(grid_of(options), options.methods, results))
     write(records, results.path.parent, options.rounds, console)
 
 

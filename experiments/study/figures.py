@@ -39,7 +39,7 @@ WIDTHS = ("#440154", "#31688E", "#35B779", "#B5A100", "#D55E00")
 def draw(study: Study, folder: Path) -> None:
     """Draws each figure that there are results for."""
     for name, (part, function) in FIGURES.items():
-        if study.of(part):
+        if study.records(part):
             save(folder, name, partial(function, study), ("png", "svg"))
 
 
@@ -57,11 +57,11 @@ def _axis(task: Task) -> str:
 
 
 def sweep(study: Study) -> Figure:
-    tasks = [task for task in study.grid.tasks if study.of("sweep", task=task.name)]
+    tasks = [task for task in study.grid.tasks if study.records("sweep", task=task.name)]
     figure, axes = panels([task.name for task in tasks], 3)
     for task, panel in zip(tasks, axes, strict=False):
         for method in (PLAIN, SVD, ONE_RATE, ORTHOGONAL):
-            points = by_rate(study.of("sweep", task=task.name, method=method))
+            points = by_rate(study.records("sweep", task=task.name, method=method))
             _line(panel, points, STYLES[method], _with_rule(method))
         panel.set(xscale="log", xlabel="learning rate", ylabel=_axis(task))
         _without_the_worst([panel], task)
@@ -85,11 +85,11 @@ def _without_the_worst(panels: Sequence[Axes], task: Task) -> None:
 
 
 def curves(study: Study) -> Figure:
-    tasks = [task for task in study.grid.tasks if study.of("sweep", task=task.name)]
+    tasks = [task for task in study.grid.tasks if study.records("sweep", task=task.name)]
     figure, axes = panels([task.name for task in tasks], 3)
     for task, panel in zip(tasks, axes, strict=False):
         for method in (PLAIN, SVD, ONE_RATE):
-            records = study.of("sweep", task=task.name, method=method, lr=FIXED_RATE)
+            records = study.records("sweep", task=task.name, method=method, lr=FIXED_RATE)
             _curve(panel, records, STYLES[method], _with_rule(method))
         panel.set(xlabel="step", ylabel="training loss")
     legend(figure, axes)
@@ -109,7 +109,9 @@ def widths(study: Study) -> Figure:
     figure, axes = panels([_with_rule(method) for method in methods], 3)
     for method, panel in zip(methods, axes, strict=True):
         for width, color in zip(study.grid.widths, WIDTHS, strict=False):
-            _line(panel, by_rate(study.of("widths", width=width, method=method)), Style(color, "o"), f"width {width}")
+            _line(
+                panel, by_rate(study.records("widths", width=width, method=method)), Style(color, "o"), f"width {width}"
+            )
         panel.set(xscale="log", xlabel="learning rate", ylabel=_axis(MLP))
     _without_the_worst(axes, MLP)
     legend(figure, axes)
@@ -117,12 +119,12 @@ def widths(study: Study) -> Figure:
 
 
 def factors(study: Study) -> Figure:
-    tasks = [task for task in study.grid.tasks if study.of("factors", task=task.name)]
+    tasks = [task for task in study.grid.tasks if study.records("factors", task=task.name)]
     figure, axes = panels([task.name for task in tasks], 3)
     looks = {"sigma": ("rate of σ", STYLES[SVD]), "reflectors": ("rate of the reflectors", STYLES[ORTHOGONAL])}
     for task, panel in zip(tasks, axes, strict=False):
         for changed, (label, style) in looks.items():
-            records = study.of("factors", task=task.name, method=SVD, optimizer="Adam")
+            records = study.records("factors", task=task.name, method=SVD, optimizer="Adam")
             points = {factor: mean(with_factor(records, changed, factor)) for factor in study.grid.factors}
             _line(panel, points, style, label)
         panel.set_xscale("log", base=2)
@@ -137,7 +139,7 @@ def starts(study: Study) -> Figure:
     for tasks, panel in zip(kinds.values(), axes, strict=True):
         for method in STARTS:
             found = {
-                int(task.name.split()[0]): best(task, study.of("starts", task=task.name, method=method))
+                int(task.name.split()[0]): best(task, study.records("starts", task=task.name, method=method))
                 for task in tasks
             }
             points = {float(layers): one and one[1] for layers, one in found.items()}
@@ -149,11 +151,14 @@ def starts(study: Study) -> Figure:
 
 def low_rank(study: Study) -> Figure:
     figure, axes = panels(["cut", "cut, and a tenth more training"], 2, height=3.6)
-    plain = study.of("low rank", method=PLAIN)
-    lines = {"plain": (plain, STYLES[PLAIN]), "SVD": (study.of("low rank", method=SVD, penalty=0.0), STYLES[ONE_RATE])}
+    plain = study.records("low rank", method=PLAIN)
+    lines = {
+        "plain": (plain, STYLES[PLAIN]),
+        "SVD": (study.records("low rank", method=SVD, penalty=0.0), STYLES[ONE_RATE]),
+    }
     for penalty, color in zip(study.grid.penalties, ("#A6CEE3", "#56B4E9", "#0072B2"), strict=False):
-        lines[f"SVD with penalty {penalty:g}"] = (study.of("low rank", penalty=penalty), Style(color, "o"))
-    thin = [records for rank in study.grid.ranks if (records := study.of("low rank", rank=rank))]
+        lines[f"SVD with penalty {penalty:g}"] = (study.records("low rank", penalty=penalty), Style(color, "o"))
+    thin = [records for rank in study.grid.ranks if (records := study.records("low rank", rank=rank))]
     for panel, value in zip(axes, ("score", "trained on"), strict=True):
         for label, (records, style) in lines.items():
             if records:
@@ -171,7 +176,7 @@ def low_rank(study: Study) -> Figure:
 def peers(study: Study) -> Figure:
     figure, axes = panels(["against steps", "against time"], 2)
     for method in study.grid.peers:
-        records = study.of("peers", method=method)
+        records = study.records("peers", method=method)
         found = best(MLP, records)
         if found:
             at_best = [record for record in records if record["lr"] == found[0]]
@@ -183,7 +188,7 @@ def peers(study: Study) -> Figure:
     return figure
 
 
-# By name, the part of the study that a figure shows.
+# Maps each figure's name to the part of the study that it shows.
 FIGURES: dict[str, tuple[str, Callable[[Study], Figure]]] = {
     "sweep": ("sweep", sweep),
     "curves": ("sweep", curves),

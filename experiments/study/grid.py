@@ -80,7 +80,7 @@ QUICK = Grid(
 
 
 def runs(grid: Grid, costs: Costs, only: Iterable[str] = NAMES) -> list[Run]:
-    """All runs of these parts of the study; the part is the run's label, "experiment"."""
+    """All runs of these parts of the study; a run's label "experiment" is its part."""
     few, compared = grid.fewer_seeds, (PLAIN, SVD, ORTHOGONAL)
     sweep = _all(grid, grid.tasks, (PLAIN, SVD, ONE_RATE, ORTHOGONAL), grid.rates, grid.seeds)
     sweep += _all(grid, [FLOW_WHOLE], (PLAIN, SVD), grid.rates, grid.seeds)

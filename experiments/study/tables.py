@@ -36,7 +36,7 @@ class Study:
             if record := by_key.get(key(run, FOUND)):
                 self._parts[run["experiment"]].append(record)
 
-    def of(self, part: str, **settings: Any) -> list[Record]:
+    def records(self, part: str, **settings: Any) -> list[Record]:
         """The records of a part of the study with these settings; None means without that setting."""
         return [
             record for record in self._parts[part] if all(record.get(name) == value for name, value in settings.items())
@@ -95,9 +95,9 @@ def study_tables(study: Study) -> dict[str, Table]:
 def _fixed(study: Study) -> Table:
     methods = (PLAIN, SVD, ONE_RATE, ORTHOGONAL)
     rows = [
-        [_label(task), *(_cell(mean(study.of("sweep", task=task.name, method=m, lr=FIXED_RATE))) for m in methods)]
+        [_label(task), *(_cell(mean(study.records("sweep", task=task.name, method=m, lr=FIXED_RATE))) for m in methods)]
         for task in (*study.grid.tasks, FLOW_WHOLE)
-        if study.of("sweep", task=task.name)
+        if study.records("sweep", task=task.name)
     ]
     return Table(f"Adam at {FIXED_RATE:g}, the same for all", ["task", *methods], rows)
 
@@ -106,10 +106,10 @@ def _best(study: Study, experiment: str, methods: Sequence[str], title: str, **s
     rows = [
         [
             _label(task),
-            *(_best_cell(task, study.of(experiment, task=task.name, method=m, **settings)) for m in methods),
+            *(_best_cell(task, study.records(experiment, task=task.name, method=m, **settings)) for m in methods),
         ]
         for task in (*study.grid.tasks, FLOW_WHOLE)
-        if study.of(experiment, task=task.name, **settings)
+        if study.records(experiment, task=task.name, **settings)
     ]
     return Table(title, ["task", *methods], rows)
 
@@ -117,8 +117,8 @@ def _best(study: Study, experiment: str, methods: Sequence[str], title: str, **s
 def _equal_time(study: Study) -> Table:
     rows = []
     for task in study.grid.tasks:
-        shorter = {method: study.of("equal time", task=task.name, method=method) for method in (SVD, ORTHOGONAL)}
-        plain = study.of("sweep", task=task.name, method=PLAIN)
+        shorter = {method: study.records("equal time", task=task.name, method=method) for method in (SVD, ORTHOGONAL)}
+        plain = study.records("sweep", task=task.name, method=PLAIN)
         if not plain or not all(shorter.values()):
             continue
         costs = [number(study.costs[task.name, method]) for method in shorter]
@@ -130,9 +130,9 @@ def _equal_time(study: Study) -> Table:
 
 def _widths(study: Study) -> Table:
     rows = [
-        [str(width), *(_best_cell(MLP, study.of("widths", width=width, method=m)) for m in COMPARED)]
+        [str(width), *(_best_cell(MLP, study.records("widths", width=width, method=m)) for m in COMPARED)]
         for width in study.grid.widths
-        if study.of("widths", width=width)
+        if study.records("widths", width=width)
     ]
     return Table("MLP of different widths, Adam: best score (its rate)", ["width", *COMPARED], rows)
 
@@ -141,7 +141,7 @@ def _factors(study: Study) -> Table:
     rows = []
     for changed, symbol in (("sigma", "σ"), ("reflectors", "reflectors")):
         for task, method, optimizer, lr in grids.factor_rows(study.grid):
-            records = study.of("factors", task=task.name, method=method, optimizer=optimizer)
+            records = study.records("factors", task=task.name, method=method, optimizer=optimizer)
             cells = [_cell(mean(with_factor(records, changed, factor))) for factor in study.grid.factors]
             if records:
                 rows.append([symbol, f"{method}, {optimizer} at {lr:g}", _label(task), *cells])
@@ -159,36 +159,36 @@ def _long(study: Study) -> Table:
     rows = [
         [
             _label(task),
-            str(study.of("long", task=task.name)[0]["steps"]),
-            *(_cell(mean(study.of("long", task=task.name, method=m))) for m in (PLAIN, SVD)),
+            str(study.records("long", task=task.name)[0]["steps"]),
+            *(_cell(mean(study.records("long", task=task.name, method=m))) for m in (PLAIN, SVD)),
         ]
         for task in study.grid.tasks
-        if study.of("long", task=task.name)
+        if study.records("long", task=task.name)
     ]
     return Table(f"Held-out scores of long trainings, Adam at {FIXED_RATE:g}", ["task", "steps", PLAIN, SVD], rows)
 
 
 def _starts(study: Study) -> Table:
     rows = [
-        [_label(task), *(_best_cell(task, study.of("starts", task=task.name, method=m)) for m in STARTS)]
+        [_label(task), *(_best_cell(task, study.records("starts", task=task.name, method=m)) for m in STARTS)]
         for task in study.grid.starts
-        if study.of("starts", task=task.name)
+        if study.records("starts", task=task.name)
     ]
     return Table("Starts of the hidden layers, Adam: best score (its rate)", ["network", *STARTS], rows)
 
 
 def _low_rank(study: Study) -> Table:
     rows = []
-    plain = study.of("low rank", method=PLAIN)
-    trained = {PLAIN: plain, "SVD": study.of("low rank", method=SVD, penalty=0.0)}
+    plain = study.records("low rank", method=PLAIN)
+    trained = {PLAIN: plain, "SVD": study.records("low rank", method=SVD, penalty=0.0)}
     for penalty in study.grid.penalties:
-        trained[f"SVD, penalty {penalty:g}"] = study.of("low rank", penalty=penalty)
+        trained[f"SVD, penalty {penalty:g}"] = study.records("low rank", penalty=penalty)
     for name, records in trained.items():
         for then, value in (("cut", "score"), ("cut, a tenth more training", "trained on")):
             if records:
                 cells = [_cell(cut_score(records, part, value)) for part in CUTS]
                 rows.append([f"{name}, {then}", _cell(mean(records)), *cells])
-    thin = {rank: study.of("low rank", rank=rank) for rank in study.grid.ranks}
+    thin = {rank: study.records("low rank", rank=rank) for rank in study.grid.ranks}
     if plain and all(thin.values()):
         sizes = {rank: records[0]["parameters"] / plain[0]["parameters"] for rank, records in thin.items()}
         nearest = [min(sizes, key=lambda rank, part=part: abs(sizes[rank] - part)) for part in CUTS]  # type: ignore[misc]
@@ -206,7 +206,7 @@ def cut_score(records: Sequence[Record], part: float, value: str) -> Score | Non
 def _peers(study: Study) -> Table:
     rows = []
     for method in study.grid.peers:
-        records = study.of("peers", method=method)
+        records = study.records("peers", method=method)
         found = best(MLP, records)
         ms = study.ms.get((MLP.name, PEERS_WIDTH, method))
         if found and ms:

@@ -42,14 +42,14 @@ def one_of_them(draw: Draw, layer: nn.Module) -> tuple[str, nn.Parameter]:
 def in_place(draw: Draw, layer: Any, run: Run) -> Any:
     _, p = one_of_them(draw, layer)
     with torch.no_grad():
-        how = draw.choice(["add_", "copy_", "row", "mul_", "foreach"])
-        if how == "add_":
+        way = draw.choice(["add_", "copy_", "row", "mul_", "foreach"])
+        if way == "add_":
             p.add_(0.1 * torch.randn_like(p))
-        elif how == "copy_":
+        elif way == "copy_":
             p.copy_(nearby(draw, p))
-        elif how == "row":
+        elif way == "row":
             p[draw.between(0, len(p) - 1)] += 0.25
-        elif how == "mul_":
+        elif way == "mul_":
             p.mul_(0.75)
         else:
             for q in trained(layer).values():
@@ -59,15 +59,15 @@ def in_place(draw: Draw, layer: Any, run: Run) -> Any:
 
 def data(draw: Draw, layer: Any, run: Run) -> Any:
     _, p = one_of_them(draw, layer)
-    how = draw.choice(["copy", "new", "strided", "entry", "set"])
+    way = draw.choice(["copy", "new", "strided", "entry", "set"])
     new = nearby(draw, p)
-    if how == "copy":
+    if way == "copy":
         p.data.copy_(new)
-    elif how == "new":
+    elif way == "new":
         p.data = new
-    elif how == "strided":
+    elif way == "strided":
         p.data = new.mT.contiguous().mT if new.ndim > 1 else new.repeat_interleave(2)[::2]
-    elif how == "entry":
+    elif way == "entry":
         p.data[-1] += 0.25
     else:
         p.data.set_(new)
@@ -90,7 +90,7 @@ def swapped(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def step(draw: Draw, layer: Any, run: Run) -> Any:
-    """One or two steps of an optimizer."""
+    """Makes one or two steps of an optimizer."""
     params = [p for p in layer.parameters() if p.requires_grad]
     if not params:
         return layer
@@ -167,11 +167,11 @@ def to_vector(draw: Draw, layer: Any, run: Run) -> Any:
 
 def copied(draw: Draw, layer: Any, run: Run) -> Any:
     """A copy, of which the original is then changed, or the other way round."""
-    how = draw.choice(["deepcopy", "pickle", "copy"])
-    if how == "copy" and not parametrize.is_parametrized(layer):
+    way = draw.choice(["deepcopy", "pickle", "copy"])
+    if way == "copy" and not parametrize.is_parametrized(layer):
         other = copy.copy(layer)  # which shares its parameters
         return in_place(draw, layer, run) and other
-    other = copy.deepcopy(layer) if how == "deepcopy" or parametrize.is_parametrized(layer) else _pickled(layer)
+    other = copy.deepcopy(layer) if way == "deepcopy" or parametrize.is_parametrized(layer) else _pickled(layer)
     changed, kept = (layer, other) if draw.chance(0.5) else (other, layer)
     in_place(draw, changed, run)
     return draw.choice([changed, kept])
@@ -214,7 +214,7 @@ def memory(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def converted(draw: Draw, layer: Any, run: Run) -> Any:
-    """To a dense layer and back, or truncated."""
+    """Converts the layer to a dense one and back, or truncates it."""
     if (
         not isinstance(layer, Factored)
         or isinstance(layer, ImageMap)
@@ -227,7 +227,7 @@ def converted(draw: Draw, layer: Any, run: Run) -> Any:
 
 
 def check_weight(layer: Any, expected: Tensor) -> Any:
-    """That the layer has this weight, to the rounding of an SVD and of what is stored of it."""
+    """Checks that the layer has this weight, to the rounding of an SVD and of the stored factors."""
     W = layer.weight
     n, m = layer._matrix_shape if hasattr(layer, "_matrix_shape") else W.shape
     check("weight", W, expected.double(), norm(expected), tolerance(W.dtype, 4 * (n + m) + 10, 4))
@@ -241,8 +241,8 @@ CHANGES: dict[Callable[..., Any], int] = {
 
 
 def change(draw: Draw, layer: Any, run: Run) -> Any:
-    """One change, drawn; and what it is called is noted."""
-    how = draw.weighted(CHANGES)
-    draw.note(how.__name__)
-    draw.actions[how.__name__] += 1
-    return how(draw, layer, run)
+    """Draws one change, notes its name, and makes it."""
+    action = draw.weighted(CHANGES)
+    draw.note(action.__name__)
+    draw.actions[action.__name__] += 1
+    return action(draw, layer, run)

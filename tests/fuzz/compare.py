@@ -57,7 +57,7 @@ def check(what: str, actual: Tensor, expected: Tensor, size: Tensor | float, rel
 def values_and_gradients(
     draw: Draw, function: Callable[..., Any], tensors: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What the function returns, the gradients of the tensors that want one, and those of the output, if not given."""
+    """Returns outputs, the gradients of tensors that require one, and the outputs' gradients (drawn if None)."""
     out = function(*tensors)
     values = [out] if isinstance(out, Tensor) else list(out)
     differentiable = [value for value in values if value.requires_grad]
@@ -93,6 +93,6 @@ def largest_row(t: Tensor) -> float:
 
 
 def lengths(V: Tensor) -> Tensor:
-    """Those of reflectors, (*b, r, 1); 1 in the place of 0."""
+    """Lengths of reflectors, (*b, r, 1), with 1 in place of 0."""
     length = torch.linalg.vector_norm(V.detach().double(), dim=-1, keepdim=True)
     return torch.where(length == 0, 1, length)

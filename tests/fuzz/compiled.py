@@ -25,9 +25,9 @@ def compiled_case(draw: Draw) -> None:
         for again in range(3):
             x = draw.numbers(*shape, dtype=dtype)
             if again:
-                how = draw.choice([in_place, data, load, step])
-                draw.note(how.__name__)
-                how(draw, layer, lambda layer, x=x: layer(x))
+                action = draw.choice([in_place, data, load, step])
+                draw.note(action.__name__)
+                action(draw, layer, lambda layer, x=x: layer(x))
             draw.actions["compile"] += 1
             compare_training(draw, layer, x, compiled)
             if draw.chance(0.3):

@@ -23,7 +23,7 @@ ROW_SCALE = {torch.float64: 30, torch.float32: 5, torch.bfloat16: 3, torch.float
 
 
 class Draw:
-    """What one case draws from. ``notes`` describe it, ``actions`` count what it did."""
+    """The random source of one case. ``notes`` describe the case, ``actions`` count what it did."""
 
     def __init__(self, seed: int, case: int) -> None:
         self.random = random.Random(f"{seed} {case}")
@@ -108,10 +108,10 @@ class Draw:
 
     def arranged(self, t: Tensor) -> Tensor:
         """The same numbers with other strides: transposed in memory, with gaps, expanded, with an offset, negated."""
-        how = self.weighted(ARRANGED)
-        if how != "contiguous":
-            self.note(how)
-        return _ARRANGE[how](t)
+        layout = self.weighted(ARRANGED)
+        if layout != "contiguous":
+            self.note(layout)
+        return _ARRANGE[layout](t)
 
 
 def _transposed(t: Tensor) -> Tensor:

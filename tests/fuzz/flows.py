@@ -91,7 +91,7 @@ def _sylvester(draw: Draw, V: Tensor, x: Tensor) -> None:
         return x + _times(Q @ R1, hidden), torch.log1p(diagonals * (1 - hidden.square())).sum(-1)
 
     expected, logabsdet = twin(x.double())
-    # What R₁ tanh(R₂ ·) does to the roundings of Qᵀx; log(1 + ·) has a slope of at most 1/(1 − 0.999²).
+    # The factor by which R₁ tanh(R₂ ·) enlarges the roundings of Qᵀx; log(1 + ·) has a slope of at most 1/(1 − 0.999²).
     a, b = (float(torch.linalg.matrix_norm(R).max()) for R in (R1, R2))
     relative, size = tolerance(dtype, V.shape[-2] + 2 * M + 10), (1 + a * (1 + b)) * (1 + largest_row(x) + norm(bias))
     check("y", flow(x), expected, size, relative)

@@ -45,11 +45,11 @@ def check_product(actual: tuple[list[Tensor], ...], expected: tuple[list[Tensor]
         return
     g = actual[2][0]
     names = [name for name, t in (("x", x), ("V", V)) if t.requires_grad]
-    for name, of, of_reference in zip(names, actual[1], expected[1], strict=True):
+    for name, gradient, expected_gradient in zip(names, actual[1], expected[1], strict=True):
         if name == "x":
             size: Tensor | float = largest_row(g) if out.shape == x.shape else norm(g)
         else:
             size = norm(x.detach().expand(out.shape)) * norm(g) / lengths(V)
             relative = tolerance(x.dtype, V.shape[-2] + out.numel() // out.shape[-1])  # a sum over all rows
-        assert of.dtype == x.dtype, f"gradient of {name}: {of.dtype}, not {x.dtype}"
-        check(f"gradient of {name}", of, of_reference, size, relative)
+        assert gradient.dtype == x.dtype, f"gradient of {name}: {gradient.dtype}, not {x.dtype}"
+        check(f"gradient of {name}", gradient, expected_gradient, size, relative)

@@ -93,14 +93,16 @@ def through_changes(draw: Draw, layer: Any, draw_input: Callable[[Draw, torch.dt
 
 
 def compare_layer(draw: Draw, layer: Any, x: Tensor) -> None:
-    """In one of the ways to call it; the twin is made of the parameters as they are now."""
-    how = draw.weighted({"train": 8, "no_grad": 3, "inference_mode": 1, "cached": 4, "functional_call": 2, "weight": 2})
-    draw.note(how)
-    draw.actions[how] += 1
-    if how == "weight" and max(_matrix_shape(layer)) > 60:
-        how = "train"
+    """Compares one call of the layer, in a random mode, with a twin made of its current parameters."""
+    mode = draw.weighted(
+        {"train": 8, "no_grad": 3, "inference_mode": 1, "cached": 4, "functional_call": 2, "weight": 2}
+    )
+    draw.note(mode)
+    draw.actions[mode] += 1
+    if mode == "weight" and max(_matrix_shape(layer)) > 60:
+        mode = "train"
     {"train": compare_training, "cached": _cached, "functional_call": _functional_call, "weight": _weight}.get(
-        how, lambda draw, layer, x: _without_gradients(layer, x, how)
+        mode, lambda draw, layer, x: _without_gradients(layer, x, mode)
     )(draw, layer, x)
 
 
@@ -123,8 +125,8 @@ def compare_training(draw: Draw, layer: Any, x: Tensor, call: Callable[[Tensor],
     )
 
 
-def _without_gradients(layer: Any, x: Tensor, how: str) -> None:
-    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+def _without_gradients(layer: Any, x: Tensor, mode: str) -> None:
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
         out = layer(x)
     twin = twin_of(layer)
     check_output(layer, twin, x, out, output_of(layer, twin, x.double()))
@@ -141,7 +143,7 @@ def _cached(draw: Draw, layer: Any, x: Tensor) -> None:
 
 
 def _functional_call(draw: Draw, layer: Any, x: Tensor) -> None:
-    """With other parameters; after it the layer has its own again."""
+    """Calls the layer with other parameters by ``functional_call``; afterwards it has its own again."""
     other = {name: nearby(draw, p) for name, p in trained(layer).items()}
     out = functional_call(layer, other, (x,))
     own = {name: p.detach() for name, p in layer.named_parameters()}
@@ -197,7 +199,7 @@ class Twin(SimpleNamespace):
 
 
 def twin_of(layer: Any, tensors: dict[str, Tensor] | None = None) -> Twin:
-    """What the twin is computed from: the layer's parameters in float64, and nothing else of it but options."""
+    """Makes the twin from the layer's parameters in float64 and its options, and nothing else."""
     tensors = dict(layer.named_parameters()) if tensors is None else tensors
     copies = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
     options = {"form": layer.form, "spectrum": getattr(layer, "spectrum", None)}
@@ -225,7 +227,7 @@ def output_of(layer: Any, twin: Any, x: Tensor) -> Tensor:
     return convolve(x, W, twin.bias, layer.stride, padding, layer.dilation)
 
 
-# What rounding may do.
+# Rounding errors that are allowed.
 
 
 def _matrix_shape(layer: Any) -> tuple[int, int]:
@@ -242,7 +244,7 @@ def _largest(twin: Any) -> float:
 
 
 def _patch(layer: Any) -> int:
-    """How many outputs an entry of the input goes to, at most."""
+    """The largest number of outputs that depend on one entry of the input."""
     return max(torch.Size(layer.kernel_size).numel(), 1) * 3 if isinstance(layer, _ConvSVD) else 1
 
 
@@ -277,7 +279,7 @@ def check_gradients(
 
 
 def slope_of(twin: Any) -> float:
-    """What a change of the parameter sigma does to σ, at most; and how the terms of the normalized one add up."""
+    """The largest slope of σ in the parameter sigma; for ``normalized``, with the length of its sum."""
     if twin.spectrum == spectrum.normalized():
         raw = twin.sigma.detach().abs().max()
         return (1 + len(twin.sigma)) / max(float(raw), 1e-30)
@@ -292,7 +294,7 @@ def _shortest(twin: Any, like: Tensor) -> float:
 
 
 def without_guard(gradient: Tensor, reference: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the diagonal entries close to zero: their gradient is ``sign_guard``'s, which is no derivative."""
+    """Drops the diagonal entries close to zero, whose gradient is ``sign_guard``'s and no derivative."""
     p = parameter.detach()
     if p.ndim < 2:
         return gradient, reference

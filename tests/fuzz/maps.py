@@ -52,7 +52,7 @@ def map_case(draw: Draw) -> None:
 
 
 def _drawn(draw: Draw, kind: Any, dims: int, dtype: torch.dtype) -> tuple[Any, bool]:
-    """A layer, and whether its map of images has no singular values but those of its parameters."""
+    """A layer, and whether all singular values of its map of images are parameters."""
     groups, transposed = draw.choice([1, 1, 2]), "Transpose" in kind.__name__
     channels = [groups * draw.between(2, 4) for _ in range(2)]
     taps, circular = draw.between(1, 4), draw.chance(0.7)

@@ -39,7 +39,7 @@ class Factor:
         return Q.mT if self.transposed else Q
 
     def reflectors(self, V: Tensor) -> Tensor:
-        """As full ones."""
+        """Returns the reflectors in full form."""
         if self.form == "compact":
             return V.triu(1) + torch.eye(*V.shape[-2:], dtype=V.dtype)
         return V.triu() if self.form == "triangular" else V
@@ -71,9 +71,9 @@ def orthogonal_case(draw: Draw) -> None:
             draw, lambda *t, n=name: DENSE_PRODUCTS[n](factor.dense(t[0]), *t[1:]), doubled((V, *more)), actual[2]
         )
         x_size = norm(X[0]) if X else d**0.5
-        of = [x_size * sum(map(norm, actual[2])) / sizes, *(sum(map(norm, actual[2])) for _ in X)]
+        gradient_sizes = [x_size * sum(map(norm, actual[2])) / sizes, *(sum(map(norm, actual[2])) for _ in X)]
         relative = tolerance(dtype, operations + _columns(X, d), 2)
-        _check(name, actual, expected, [V, *more], x_size, of, relative)
+        _check(name, actual, expected, [V, *more], x_size, gradient_sizes, relative)
     det = factor.build(factor.V).det()
     reference = torch.linalg.det(factor.dense(factor.V.double()))
     check("det", det, reference.expand(det.shape), 1.0, tolerance(torch.float64, 10 * operations))
@@ -96,15 +96,15 @@ def _argument(
         return []
     m = shape[1] if name == "@ X" else shape[0]  # X @ A takes rows of n, as Aᵀ takes columns
     columns = draw.choice([0, 1, 2, 5, draw.size()])
-    of = draw.weighted({"vector": 1, "matrix": 4, "batch": 2 if batch else 0})
-    own = batch if of == "batch" else ()
-    X_shape = (m,) if of == "vector" else (*own, columns, m) if name == "X @" else (*own, m, columns)
+    kind = draw.weighted({"vector": 1, "matrix": 4, "batch": 2 if batch else 0})
+    own = batch if kind == "batch" else ()
+    X_shape = (m,) if kind == "vector" else (*own, columns, m) if name == "X @" else (*own, m, columns)
     draw.note(name, X_shape)
     return [draw.rows(*X_shape, dtype=dtype)]
 
 
 def _columns(X: list[Tensor], d: int) -> int:
-    """How many there are, or d of the identity: gradients of factors are sums over them."""
+    """Number of columns of X, or d for the identity: gradients of factors are sums over the columns."""
     return X[0].numel() // min(X[0].shape[-2:]) if X and X[0].numel() else d
 
 
@@ -121,10 +121,14 @@ def _check(
         check(what, value, reference, size, relative)
     if not actual[2]:
         return
-    wanted = [(i, of) for i, (t, of) in enumerate(zip(tensors, gradient_sizes, strict=True)) if t.requires_grad]
-    for (i, of), gradient, reference in zip(wanted, actual[1], expected[1], strict=True):
+    wanted = [
+        (i, gradient_size)
+        for i, (t, gradient_size) in enumerate(zip(tensors, gradient_sizes, strict=True))
+        if t.requires_grad
+    ]
+    for (i, gradient_size), gradient, reference in zip(wanted, actual[1], expected[1], strict=True):
         assert gradient.dtype == tensors[i].dtype
-        check(f"{what}: gradient of argument {i}", gradient, reference, of, relative)
+        check(f"{what}: gradient of argument {i}", gradient, reference, gradient_size, relative)
 
 
 class Matrices:
@@ -251,7 +255,7 @@ def _values(draw: Draw, matrices: Matrices) -> None:
 
 
 def _gradient_of_sigma(matrices: Matrices, relative: float) -> None:
-    """That of ‖W‖ in two norms and of log |det W|, which are functions of σ alone."""
+    """Bound of the gradient of ‖W‖ in two norms and of log |det W|, which are functions of σ alone."""
     determinant = matrices.n == matrices.m == matrices.k
     tensors, sigma = matrices.tensors, matrices.sigma.detach().requires_grad_()
     tensors[1] = sigma

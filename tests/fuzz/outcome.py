@@ -1,4 +1,4 @@
-"""What came out of a case."""
+"""The outcome of a case."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _attention(draw: Draw, dtype: torch.dtype) -> Subject:
 
 
 def _convolution(draw: Draw, dtype: torch.dtype) -> Subject:
-    """Of three dimensions, transposed or with groups."""
+    """Draws a convolution: 3-d, transposed or with groups."""
     dims, transposed, groups = draw.between(1, 3), draw.chance(0.5), draw.choice([1, 2, 3])
     groups = 2 if dims < 3 and not transposed and groups == 1 else groups  # those without have a class of their own
     kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if transposed else (
@@ -101,7 +101,7 @@ def _through_changes(draw: Draw, module: Any, subject: Subject) -> None:
     subject = subject._replace(plain=copy.deepcopy(subject.plain).double())
     for again in range(draw.between(1, 3)):
         x = [draw.rows(*shape, dtype=next(module.parameters()).dtype) for shape in subject.shapes]
-        if len(x) > 1:  # what is no linear function of x is compared for moderate x
+        if len(x) > 1:  # functions that are not linear in x are compared for moderate x
             x = [t / max(1.0, float(t.abs().max())) for t in x]
         if again:
             module = change(draw, module, lambda module, x=x: _output(module, x))
@@ -162,19 +162,22 @@ def _parametrized(module: Any) -> list[str]:
 
 def _held(module: Any, path: str, copies: dict[str, Tensor]) -> list[HeldWeight]:
     """The matrices of a parametrized tensor, one after another, from the copies of what it is stored as."""
-    where, _, name = path.rpartition(".")
-    of = module.get_submodule(where).parametrizations[name][0]
-    prefix = f"{where}.parametrizations.{name}." if where else f"parametrizations.{name}."
-    first = copies[prefix + of.stored[0]]
+    owner, _, name = path.rpartition(".")
+    parametrization = module.get_submodule(owner).parametrizations[name][0]
+    prefix = f"{owner}.parametrizations.{name}." if owner else f"parametrizations.{name}."
+    first = copies[prefix + parametrization.stored[0]]
     n, m = shape = first.shape[-2:]
     matrices = first.reshape(-1, n, m).unbind()
-    if isinstance(of, OrthogonalWeight):
+    if isinstance(parametrization, OrthogonalWeight):
         return [HeldWeight("", shape, X if n < m else X.mT, None, None, "compact", None) for X in matrices]
-    sigma = copies[prefix + of.stored[1]].reshape(len(matrices), -1).unbind()
-    return [HeldWeight("", shape, X, s, None, "compact", of.spectrum) for X, s in zip(matrices, sigma, strict=True)]
+    sigma = copies[prefix + parametrization.stored[1]].reshape(len(matrices), -1).unbind()
+    return [
+        HeldWeight("", shape, X, s, None, "compact", parametrization.spectrum)
+        for X, s in zip(matrices, sigma, strict=True)
+    ]
 
 
-# What rounding may do.
+# Rounding errors that are allowed.
 
 
 def _relative(subject: Subject, dtype: torch.dtype, out: Tensor) -> float:

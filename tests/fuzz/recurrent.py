@@ -43,15 +43,15 @@ def recurrent_case(draw: Draw) -> None:
         if again:
             layer = change(draw, layer, lambda layer, x=x: layer(x.to(layer.weight_ih_l0.dtype))[0])
             x = x.to(layer.weight_ih_l0.dtype)
-        how = draw.weighted({"train": 3, "no_grad": 1, "cached": 1})
-        draw.note(how)
-        draw.actions[how] += 1
-        if how == "cached":
+        mode = draw.weighted({"train": 3, "no_grad": 1, "cached": 1})
+        draw.note(mode)
+        draw.actions[mode] += 1
+        if mode == "cached":
             with cached():
                 _compare(draw, layer, x, False)
                 _compare(draw, layer, x, True)
         else:
-            _compare(draw, layer, x, how == "train")
+            _compare(draw, layer, x, mode == "train")
 
 
 def _compare(draw: Draw, layer: Any, x: Tensor, train: bool) -> None:
@@ -168,23 +168,23 @@ class Twin:
 
     def _direction(self, place: str, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         W_hh, bias = self._hidden_weight(place), self.layer.bias
-        given = x @ self.tensors[f"weight_ih_{place}"].mT + (self.tensors[f"bias_ih_{place}"] if bias else 0)
+        inputs = x @ self.tensors[f"weight_ih_{place}"].mT + (self.tensors[f"bias_ih_{place}"] if bias else 0)
         b_hh = self.tensors[f"bias_hh_{place}"] if bias else 0
         steps: list[Any] = [None] * len(x)
         for t in reversed(range(len(x))) if place.endswith("reverse") else range(len(x)):
-            state = self._step(place, given[t], state[0] @ W_hh.mT + b_hh, state)
+            state = self._step(place, inputs[t], state[0] @ W_hh.mT + b_hh, state)
             steps[t] = state[0]
         return torch.stack(steps), state
 
-    def _step(self, place: str, given: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _step(self, place: str, inputs: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         gates = self.layer._gates
         if gates == 1:
-            return (self._nonlinearity(place, given + hidden),)
+            return (self._nonlinearity(place, inputs + hidden),)
         if gates == 4:
-            i, f, cell, o = (given + hidden).chunk(4, -1)
+            i, f, cell, o = (inputs + hidden).chunk(4, -1)
             c = f.sigmoid() * state[1] + i.sigmoid() * cell.tanh()
             return o.sigmoid() * c.tanh(), c
-        (r, z, n), (hr, hz, hn) = given.chunk(3, -1), hidden.chunk(3, -1)
+        (r, z, n), (hr, hz, hn) = inputs.chunk(3, -1), hidden.chunk(3, -1)
         z = (z + hz).sigmoid()
         return ((1 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * state[0],)
 

@@ -15,7 +15,7 @@ from fasth.reflections import definition
 
 
 def householder(x: Tensor, V: Tensor, *, transpose: bool = False, triangular: bool = False) -> Tensor:
-    """As ``definition.householder``."""
+    """The same as ``definition.householder``."""
     if x.dtype != torch.float64 or V.dtype != torch.float64:
         raise TypeError(f"`x` and `V` should be float64; got {x.dtype} and {V.dtype}")
     V = V.triu() if triangular else V
@@ -47,24 +47,26 @@ class _Householder(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         """H = I − h v vᵀ with h = 2/‖v‖²: ∂v = −h (Σ (x·v) g + (g·v) x) + h² Σ (x·v)(g·v) v, over the rows x, g."""
         g = g.resolve_neg().numpy()
-        of_V = np.zeros(ctx.shape)
+        V_gradient = np.zeros(ctx.shape)
         for i, v, h, x, xv, largest in reversed(ctx.steps):
             gv = g @ v
-            of_v = -h * (np.swapaxes(g, -1, -2) @ xv + np.swapaxes(x, -1, -2) @ gv)
-            of_v = of_v + h * h * (xv * gv).sum(-2, keepdims=True) * v
-            of_V[..., i, :] = _summed(of_v[..., 0] / np.where(largest == 0, np.inf, largest)[..., 0], ctx.shape)
+            v_gradient = -h * (np.swapaxes(g, -1, -2) @ xv + np.swapaxes(x, -1, -2) @ gv)
+            v_gradient = v_gradient + h * h * (xv * gv).sum(-2, keepdims=True) * v
+            V_gradient[..., i, :] = _summed(
+                v_gradient[..., 0] / np.where(largest == 0, np.inf, largest)[..., 0], ctx.shape
+            )
             g = g - h * gv * np.swapaxes(v, -1, -2)
-        return torch.from_numpy(np.ascontiguousarray(g)), torch.from_numpy(of_V), None
+        return torch.from_numpy(np.ascontiguousarray(g)), torch.from_numpy(V_gradient), None
 
 
-def _summed(of_v: Any, V_shape: tuple[int, ...]) -> Any:
+def _summed(v_gradient: Any, V_shape: tuple[int, ...]) -> Any:
     """(*b, d) summed over the batches that V, (*c, r, d), was broadcast to."""
     target = (*V_shape[:-2], V_shape[-1])
-    of_v = of_v.sum(tuple(range(of_v.ndim - len(target))))
-    axes = tuple(a for a, (n, m) in enumerate(zip(of_v.shape, target, strict=True)) if n != m)
-    return of_v.sum(axes, keepdims=True) if axes else of_v
+    v_gradient = v_gradient.sum(tuple(range(v_gradient.ndim - len(target))))
+    axes = tuple(a for a, (n, m) in enumerate(zip(v_gradient.shape, target, strict=True)) if n != m)
+    return v_gradient.sum(axes, keepdims=True) if axes else v_gradient
 
 
 def replace_the_definition() -> None:
-    """From now on ``fasth.tools.problems`` and ``fasth.tools.twins`` compute by this file in this process."""
+    """Makes ``fasth.tools.problems`` and ``fasth.tools.twins`` use this file in this process."""
     definition.householder = householder

@@ -66,7 +66,7 @@ class Run:
             result = worker.result()
         except Ended as end:
             first, last = worker.span
-            failure = (end.case, "a crash or a hang", end.how)
+            failure = (end.case, "a crash or a hang", end.reason)
             self._add((end.case, end.case + 1), {"failures": [failure], "subjects": {"crash or hang": 1}})
             self.waiting.extendleft(s for s in ((end.case + 1, last), (first, end.case)) if s[0] < s[1])
             return Worker(self.module)
@@ -85,9 +85,9 @@ class Run:
         now = time.monotonic()
         self.state.seconds += now - saved
         self.state.save()
-        of = f" of {self.cases:,}" if self.cases else ""
+        total = f" of {self.cases:,}" if self.cases else ""
         rate = self.state.done() / max(self.state.seconds, 1e-9)
-        line = f"{self.state.done():,}{of} cases, {len(self.state.failures)} failures, {rate:.0f} a second"
+        line = f"{self.state.done():,}{total} cases, {len(self.state.failures)} failures, {rate:.0f} a second"
         print(f"\r{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
         return now
 
@@ -98,7 +98,7 @@ class Run:
 
 
 def run_one(seed: int, case: int) -> int:
-    """One case in this process, with its description."""
+    """Runs one case in this process and prints its description."""
     outcome = prepared("fuzz.subjects")(seed, case)
     print(f"case {case} of seed {seed}: {outcome.description}")
     print(f"  {'as it should be' if outcome.failure is None else outcome.failure}")

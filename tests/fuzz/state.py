@@ -1,4 +1,4 @@
-"""What has been run with a seed, kept in a file from one run to the next, and its summary as Markdown."""
+"""The record of the cases run with one seed, kept in a file between runs, and its summary as Markdown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class State:
         return sum(last - first for first, last in self.spans)
 
     def missing(self, cases: int | None, chunk: int) -> Iterator[Span]:
-        """What is not done below ``cases``, or, if that is None, between what is done, in chunks."""
+        """Spans, in chunks, of the cases below ``cases`` that are not done; if None, of the gaps between those done."""
         first = 0
         end = self.end if cases is None else cases
         for span in [*self.spans, (max(end, first), 0)]:
@@ -88,15 +88,15 @@ def version() -> str:
     for file in sorted(Path(__file__).parent.glob("*.py")):
         if file.stem not in NOT_IN_CASES:
             digest.update(file.read_bytes())
-    of = about["versions"]
+    versions = about["versions"]
     return (
-        f"fasth {of['fasth']} with the core {about['core']}, torch {of['torch']}, Python {of['python']}, "
-        f"{about['cpu']}, {about['cores']} cores, fuzzer {digest.hexdigest()[:8]}"
+        f"fasth {versions['fasth']} with the core {about['core']}, torch {versions['torch']}, "
+        f"Python {versions['python']}, {about['cpu']}, {about['cores']} cores, fuzzer {digest.hexdigest()[:8]}"
     )
 
 
 def summary(state: State) -> str:
-    """As Markdown."""
+    """Returns the summary as Markdown."""
     operators, changes, calls = _grouped(state.actions)
     lines = [
         f"Seed {state.seed}: {state.done():,} cases in {state.seconds / 60:.0f} minutes, of which "

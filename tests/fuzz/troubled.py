@@ -1,4 +1,4 @@
-"""What tests/test_fuzz.py runs in the place of real cases: one that fails, one that crashes and one that hangs."""
+"""Cases that tests/test_fuzz.py runs in place of real ones: one that fails, one that crashes and one that hangs."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ TIME_LIMIT = 300.0  # seconds for one case; compiling takes some on a busy machi
 class Ended(Exception):
     """The worker crashed or hung, at this case."""
 
-    def __init__(self, case: int, how: str) -> None:
-        super().__init__(how)
-        self.case, self.how = case, how
+    def __init__(self, case: int, reason: str) -> None:
+        super().__init__(reason)
+        self.case, self.reason = case, reason
 
 
 class Worker:
@@ -52,7 +52,7 @@ class Worker:
         self.connection.send((seed, span))
 
     def result(self) -> dict[str, Any] | None:
-        """What came out of the span, or None if it is still under way."""
+        """The result of the span, or None while it runs."""
         if self.connection.poll():
             try:
                 found: dict[str, Any] = self.connection.recv()
@@ -68,9 +68,9 @@ class Worker:
             raise self._ended(f"it hangs: no answer after {TIME_LIMIT:.0f} seconds")
         return None
 
-    def _ended(self, how: str) -> Exception:
+    def _ended(self, reason: str) -> Exception:
         case = self.current.value
-        return Ended(case, how) if case != NOT_STARTED else RuntimeError(f"a worker should start, but {how}")
+        return Ended(case, reason) if case != NOT_STARTED else RuntimeError(f"a worker should start, but {reason}")
 
     def stop(self) -> None:
         """Lets it end by itself if it has nothing to do."""
@@ -122,7 +122,7 @@ def prepared(module: str) -> Callable[[int, int], Outcome]:
 
 
 def _run_span(run_case: Callable[[int, int], Outcome], seed: int, span: Span, current: Any) -> dict[str, Any]:
-    """What the cases were, by subject, dtype and action, and what failed."""
+    """Runs a span; returns counts of its cases by subject, dtype and action, and the failures."""
     subjects: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     actions: Counter[str] = Counter()

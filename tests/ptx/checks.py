@@ -45,7 +45,7 @@ def reflectors(V: Tensor, form: str) -> Tensor:
 
 
 def product(x: Tensor, V: Tensor, form: str, transpose: bool = False) -> Tensor:
-    """From the definition; of a batch, one after another."""
+    """Computes the product by the definition, one matrix of a batch after another."""
     if V.ndim == 3:
         return torch.stack([product(*pair, form, transpose) for pair in zip(x, V, strict=True)])
     return definition.householder(x, reflectors(V, form), transpose=transpose)
@@ -262,7 +262,7 @@ def test_fused_multiply_adds_would_not_give_the_same_bits() -> None:
 
 
 def without(ptx: str, opcode: str, number: int) -> str:
-    """The PTX without its instruction of that number among those of this kind."""
+    """Removes the instruction with this number among those of its kind from the PTX."""
     lines = ptx.split("\n")
     del lines[[i for i, line in enumerate(lines) if line.strip().startswith(opcode)][number]]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 90: 227 << 10}  # bytes that a pro
 
 @dataclass
 class Launch:
-    """What a launch did, and what was found to be wrong with it."""
+    """One launch: its counts, and the errors found in it."""
 
     kernel: str
     grid: int
@@ -113,10 +113,10 @@ class Gpu:
 
         def run(x: int, y: int, z: int, *options_and_arguments: Any) -> None:
             arguments = options_and_arguments[-len(kinds) :]
-            given = [a for (_, kind), a in zip(kinds, arguments, strict=True) if kind != "constexpr"]
+            tensors = [a for (_, kind), a in zip(kinds, arguments, strict=True) if kind != "constexpr"]
             if (y, z) != (1, 1):
                 raise NotImplementedError("a grid of several dimensions")
-            self._run(metadata, x, given, constants)
+            self._run(metadata, x, tensors, constants)
 
         return run
 
@@ -196,5 +196,5 @@ def _marked(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def tf32(allowed: bool) -> Any:
-    """Whether the gradient may be computed in TF32, as ``precision.tf32_allowed`` says on a GPU."""
+    """Sets whether the gradient may use TF32, the answer of ``precision.tf32_allowed`` on a GPU."""
     return patch.object(launch, "tf32_allowed", lambda t: allowed)

@@ -1,4 +1,4 @@
-"""What every instruction of the kernels computes. One that is not here is an error, and has to be added."""
+"""The function of each instruction that the kernels use. An instruction that is missing here raises an error."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of integers, towards zero."""
+    """Quotient of integers, rounded towards zero."""
     return np.trunc(a.astype(np.float64) / np.where(b == 0, 1, b)).astype(a.dtype)
 
 
 def _shift(name: str) -> Callable[..., np.ndarray]:
-    """By at most the width, after which nothing, or the sign, is left."""
+    """Shifts by at most the width, which leaves zero, or the sign."""
 
     def shifted(a: np.ndarray, by: np.ndarray) -> np.ndarray:
         width = a.dtype.itemsize * 8
@@ -203,16 +203,18 @@ def _select(one: Instruction, words: list[str]) -> Step:
 
 
 def _convert(one: Instruction, words: list[str]) -> Step:
-    *modes, to, of = words[1:]
+    *modes, to, source_type = words[1:]
     write = _target(one.operands[0])
     if to in ("f16x2", "bf16x2"):
         high, low = (_source(operand, "f32") for operand in one.operands[1:])
         return lambda m, mask: write(m, _joined(low(m), high(m), to[:-2]), mask)
-    given = one.operands[1]
-    if of[0] in "su" and isinstance(given, Register) and given.width > int(of[1:]):  # the lower bits
-        whole, part = _source(given, f"b{given.width}"), TYPES[of]
+    operand = one.operands[1]
+    if (
+        source_type[0] in "su" and isinstance(operand, Register) and operand.width > int(source_type[1:])
+    ):  # the lower bits
+        whole, part = _source(operand, f"b{operand.width}"), TYPES[source_type]
         return lambda m, mask: write(m, whole(m).astype(f"u{part(0).itemsize}").view(part).astype(TYPES[to]), mask)
-    a = _source(given, of)
+    a = _source(operand, source_type)
     if (to, modes) in (("f16", ["rn"]), ("bf16", ["rn"])):
         return lambda m, mask: write(m, _stored(a(m), to), mask)
     if modes or to not in TYPES:
@@ -283,7 +285,7 @@ def _multiply(one: Instruction, words: list[str]) -> Step:
     K = int(shape.removeprefix("m16n8k"))
     D, A, B, C = one.operands
     writes = [_target(t) for t in D]
-    a, b, c = ([_source(operand, k) for operand in of] for of, k in ((A, "b32"), (B, "b32"), (C, "f32")))
+    a, b, c = ([_source(operand, k) for operand in operands] for operands, k in ((A, "b32"), (B, "b32"), (C, "f32")))
     if words[6] != "f32" or kind not in ("tf32", "bf16", "f16"):
         raise ValueError(one.opcode)
     lane = np.arange(32)
@@ -382,8 +384,8 @@ def _copy(one: Instruction, words: list[str]) -> Step:
     if words[2] == "wait_group":
         return lambda m, mask: m.wait(one.operands[0], mask)
     target, source, size = _address(one.operands[0]), _address(one.operands[1]), one.operands[2]
-    given = _source(one.operands[3], "b32") if len(one.operands) > 3 else lambda m: np.uint32(size)
-    return lambda m, mask: m.copy(target(m), source(m), m.everybody if mask is None else mask, size, given(m), one)
+    bytes_read = _source(one.operands[3], "b32") if len(one.operands) > 3 else lambda m: np.uint32(size)
+    return lambda m, mask: m.copy(target(m), source(m), m.everybody if mask is None else mask, size, bytes_read(m), one)
 
 
 _FAMILIES: dict[str, Callable[[Instruction, list[str]], Step]] = {

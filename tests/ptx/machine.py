@@ -1,6 +1,6 @@
 """Runs a program: all threads of all CTAs at once, a NumPy array for each register.
 
-Threads that diverge are run in the order of their blocks, smallest first, which is where compilers let them meet again.
+Diverged threads run in the order of their blocks, smallest first: compilers place the block where they converge last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
 class Fault(Exception):
-    """What would hang, or be undefined, on a GPU."""
+    """A program that would hang, or be undefined, on a GPU."""
 
 
 class Code:
@@ -103,7 +103,7 @@ class Machine:
             if (lanes.any(1) & ~lanes.all(1)).any():
                 raise Fault(f"lanes of a warp are missing at {one}")
 
-    # What instructions call.
+    # Methods that instructions call.
 
     def read(self, register: str, mask: np.ndarray | None = None) -> np.ndarray:
         if register not in self.registers:
@@ -121,27 +121,29 @@ class Machine:
     def access(
         self, space: str, write: bool, address: np.ndarray, active: np.ndarray, data: np.ndarray, width: int, one: Any
     ) -> None:
-        of, shared = self.spaces[space], space == "shared"
+        buffer, shared = self.spaces[space], space == "shared"
         low = self.start if shared else np.zeros(self.n, np.int64)
-        high = low + (self.shared if shared else len(of.bytes))
+        high = low + (self.shared if shared else len(buffer.bytes))
         place = address + (low - SHARED if shared else -GLOBAL)
         self.tick += 1
         found = np.zeros((len(memory.KINDS), 3), np.int64)
         memory.access(
-            write, shared, of.bytes, of.valid, of.shadow, of.seen, of.copying, of.counts, self.tick, place, active, low,
-            high, width, self.threads, self.clock, self.warp_clock, data, found,
+            write, shared, buffer.bytes, buffer.valid, buffer.shadow, buffer.seen, buffer.copying, buffer.counts,
+            self.tick, place, active, low, high, width, self.threads, self.clock, self.warp_clock, data, found,
         )  # fmt: skip
-        of.counts[int(write)] += 1
+        buffer.counts[int(write)] += 1
         for kind in np.flatnonzero(found[:, 0]):
             self.found[memory.KINDS[kind], str(one)] += int(found[kind, 0])
 
-    def copy(self, target: np.ndarray, source: np.ndarray, active: np.ndarray, size: int, given: Any, one: Any) -> None:
-        """cp.async: shared memory has the bytes from the wait on; of threads with 0 bytes ``given``, zeros."""
-        given = np.broadcast_to(given, (self.n,))
-        if not np.isin(given[active], (0, size)).all():
+    def copy(
+        self, target: np.ndarray, source: np.ndarray, active: np.ndarray, size: int, bytes_read: Any, one: Any
+    ) -> None:
+        """cp.async: shared memory has the bytes from the wait on, or zeros for threads whose ``bytes_read`` is 0."""
+        bytes_read = np.broadcast_to(bytes_read, (self.n,))
+        if not np.isin(bytes_read[active], (0, size)).all():
             raise Fault(f"part of a number is copied at {one}")
         data = np.zeros((self.n, size), np.uint8)
-        self.access("global", False, source, active & (given == size), data, 4, one)
+        self.access("global", False, source, active & (bytes_read == size), data, 4, one)
         nothing = np.full((self.n, size // 2), memory.POISON, np.uint16).view(np.uint8)
         self.access("shared", True, target, active, nothing, 4, one)
         self._under_way(target, active, size, True)

@@ -102,7 +102,7 @@ def _instruction(statement: str, line: str) -> Instruction:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that stand in no brackets."""
+    """Splits at commas outside brackets."""
     return [part.strip() for part in re.findall(r"\s*(?:\{[^}]*\}|\[[^\]]*\]|[^,]+)", text) if part.strip()]
 
 

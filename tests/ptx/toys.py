@@ -14,7 +14,7 @@ def softmax(X, OUT, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def double(X, OUT, n, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Without the mask beyond the end."""
+    """Doubles X; without the mask it writes beyond the end."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + i, mask=i < n)
     if MASKED:

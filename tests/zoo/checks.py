@@ -1,4 +1,4 @@
-"""What has to hold of every architecture. A check raises an error where it does not, and ``Skip`` where the plain model
+"""Checks of every architecture. A check raises an error where it fails, and ``Skip`` where the plain model
 fails, too."""
 
 from __future__ import annotations

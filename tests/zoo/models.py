@@ -64,7 +64,7 @@ VISION = {
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32]}
 
-# The class of the model, that of its configuration, the configuration, and what it is called with.
+# The model's class, its configuration's class, the configuration's arguments, and the model's inputs.
 OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", TEXT, words),
     "roberta": ("RobertaForSequenceClassification", "RobertaConfig", TEXT, words),

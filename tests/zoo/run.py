@@ -24,7 +24,7 @@ Results = dict[str, tuple[str, str]]  # of each check whether it holds, and why 
 
 
 def set_up() -> None:
-    """In each process: with one thread, as there are as many processes as cores."""
+    """Sets one thread in each process, as there are as many processes as cores."""
     torch.set_num_threads(1)
     define_operators_of_torchvision()
     warnings.simplefilter("ignore")  # of the libraries
