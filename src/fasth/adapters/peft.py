@@ -57,7 +57,7 @@ _originals: Methods = {}
 def enable(*, oft: str | None = None) -> Enabled:
     """Makes fasth compute PEFT's HRA layers from now on, existing and new ones. Nothing else changes.
 
-    Configurations, checkpoints, initial values, several active adapters, ``merge``, ``disable_adapter`` and ``apply_GS``
+    Configurations, checkpoints, initialization, multiple adapters, ``merge``, ``disable_adapter`` and ``apply_GS``
     are PEFT's. Adapters are multiplied in their own dtype, and the base in its own: with a half-precision base the
     activations are rounded between, where PEFT widens W. Hooks of the base layer run. A ``Conv2d`` has all options of
     its base, as after PEFT's ``merge``, where PEFT's own forward reads the first stride and padding alone.
