@@ -61,7 +61,7 @@ template <class T> struct Term {
     Shape shape = Shape::dense;
 };
 
-// Stores past the caches, which saves reading first what is overwritten: for results too large to stay in them. The
+// Stores past the caches, which avoids reading overwritten lines: for results too large to stay in the caches. The
 // address must be a multiple of the packet's size, and a fence must follow before another thread reads.
 template <class T> inline void stream(T *to, const Packet<T> &value) {
 #if defined(EIGEN_VECTORIZE_AVX512)
@@ -303,7 +303,7 @@ template <class T> FASTH_INLINE Packet<T> sums_of(Square<T> &square) {
     return s[0];
 }
 #if defined(EIGEN_VECTORIZE_AVX512)
-// Adding up after every step of the transposition halves what is left of it.
+// Adding up after every step of the transposition halves the remaining work.
 template <> FASTH_INLINE __m512 sums_of<float>(Square<float> &square) {
     __m512 *const s = square.packet;
 #pragma GCC unroll 8

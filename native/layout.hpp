@@ -1,4 +1,4 @@
-// The sizes of one product, which columns a member of the team owns, and what is saved for backward.
+// The sizes of one product, the columns of each member of the team, and the tensors saved for backward.
 #pragma once
 
 #include <cmath>
@@ -102,7 +102,7 @@ struct Columns {
     }
 };
 
-// What is saved for backward: T of every block, (N, K, K), and the scales of its reflectors, (N, K); Z, (N, M, K); and the rows
+// Tensors saved for backward: T of every block, (N, K, K), and the scales of its reflectors, (N, K); Z, (N, M, K); and the rows
 // after every block but the one that acts last, A: (N - 1, D, M). Each may be absent, the scales only with T. Sizes are
 // multiples of `padding`. For few rows, A is row-major in panels.
 template <class T> struct Saved {

@@ -1,4 +1,4 @@
-// How one call is shared out over threads: matrices of a batch, or parts of the rows, for teams of members.
+// Shares out one call over threads: matrices of a batch, or parts of the rows, for teams of members.
 #pragma once
 
 #include "layout.hpp"
