@@ -1,4 +1,4 @@
-// What Python calls: tensors in, new tensors out. Every size, stride and dtype is checked here, before anything is read.
+// Functions called from Python: they check every size, stride and dtype before reading, and return new tensors.
 #pragma once
 
 #include <sstream>
@@ -10,7 +10,7 @@
 
 namespace fasth {
 
-// "(2, 3)", or "None".
+// Prints the shape, "(2, 3)", or "None".
 inline std::ostream &operator<<(std::ostream &out, const Tensor &t) {
     if (!t.here()) return out << "None";
     out << '(';
@@ -22,7 +22,7 @@ template <class... Parts> std::string joined(const Parts &...parts) {
     (out << ... << parts);
     return out.str();
 }
-// A ValueError with the parts as its message, unless all is fine.
+// Raises a ValueError with the parts as its message unless `fine`.
 template <class... Parts> void expect(bool fine, const Parts &...parts) {
     if (!fine) throw nb::value_error(joined(parts...).c_str());
 }
@@ -33,13 +33,13 @@ template <class T> void expect_dtype(const char *name, const Tensor &t) {
                                     " tensor on the CPU, as the rows are; got ", t.type_name()).c_str());
     expect(t.has_memory(), "`", name, "` should have memory; got a tensor whose storage was freed");
 }
-// action(T()), with T the type of the rows' numbers.
+// Calls action(T()) with T the number type of the rows.
 template <class Action> nb::object by_dtype(const Tensor &rows, const Action &action) {
     if (!rows.on_cpu() || !(rows.of<float>() || rows.of<double>()))
         throw nb::type_error(joined("the rows should be float32 or float64 on the CPU; got ", rows.type_name()).c_str());
     return rows.of<double>() ? action(double()) : action(float());
 }
-// What backward does with tensors that hooks may have changed since they were saved.
+// Calls action(), which reads saved tensors; errors say that hooks may have changed them.
 template <class Action> nb::object with_saved(const Action &action) {
     try {
         return action();
@@ -51,7 +51,7 @@ inline void expect_block_size(Index block_size, Index most) {
     most = std::max<Index>(most, 1);
     expect(block_size >= 1 && block_size <= most, "block_size should be from 1 to ", most, "; got ", block_size);
 }
-// Plan of plan.py, as far as it concerns the core.
+// The entries of plan.py's Plan that the core uses.
 struct Plan {
     int form;
     bool transpose;
@@ -90,9 +90,9 @@ template <class T> Strided<T> matrix_of(const Tensor &t) {
     return {t.data<T>(), t.stride(0), t.stride(1)};
 }
 
-// What is saved for backward, in one tensor, so that a call has one allocation more: x Q_V and a copy of the output, as far as
-// they are saved; then T, the scales, Z and A of all products together; last, whether A is row-major, which may depend on the
-// number of threads. Each part is a multiple of `padding` numbers long. saved_size in planner.py gives the same size.
+// All that is saved for backward, in one tensor, which costs one allocation: x Q_V and a copy of the output, if saved; then T,
+// the scales, Z and A of all products; last, a flag that is 1 if A is row-major, which may depend on the number of
+// threads. Each part is a multiple of `padding` numbers long. saved_size in planner.py gives the same size.
 template <class T> class SavedTensor {
     Tensor tensor;
     Index inner_size, output_size, T_size = 0, scales_size = 0, Z_size = 0, A_size = 0, flag_size = 0;
@@ -112,11 +112,11 @@ template <class T> class SavedTensor {
     }
     Index size() const { return inner_size + output_size + T_size + scales_size + Z_size + A_size + flag_size; }
 
-    // `wanted`: whether a plan saves anything. Of no numbers it is an empty tensor: graphs rely on how many there are.
+    // `wanted`: the plan saves something. The tensor may be empty: graphs rely on the number of returned tensors.
     void make(const Tensor &like, bool wanted) {
         if (wanted) tensor = like.new_pooled({size()});
     }
-    void take(const nb::sequence &saved) { // of one tensor, or empty
+    void take(const nb::sequence &saved) { // a sequence of one tensor, or empty
         if (nb::len(saved) > 0) tensor = Tensor(nb::object(saved[0])).as_contiguous();
         expect_dtype<T>("saved", tensor);
         const Index count = tensor.here() ? tensor.numel() : 0;
@@ -143,14 +143,14 @@ template <class T> class SavedTensor {
             if (A) A += std::max<Index>(saved.blocks - 1, 0) * saved.D * saved.M;
         }
     }
-    // The output, and this tensor, if anything is saved.
+    // A tuple of the output and, if anything is saved, this tensor.
     nb::object with(const Tensor &out) const {
         return tensor.here() ? nb::object(nb::make_tuple(out.object, tensor.object)) : nb::object(nb::make_tuple(out.object));
     }
 };
 
-// Rows stay row-major where they are too few to fill a register; and where a team that has no more than a register of them for
-// each member keeps all of V, row-major too, in its second-level caches: a tenth less time at d = 128 to 256 with 32 rows.
+// Rows stay row-major if they are too few to fill a register. They also do if each member of a team has at most a register of
+// rows, and V is row-major and fits into the second-level caches: a tenth less time at d = 128 to 256 with 32 rows.
 template <class T> bool are_few(Index m) { return has_inner_products<T> && m <= packet_size<T> / 2; }
 template <class T> bool row_major_pays(const Product<T> &product, Index operations, int threads) {
     const Problem<T> &p = product.p;
@@ -162,7 +162,7 @@ template <class T> bool row_major_pays(const Product<T> &product, Index operatio
 template <class T> void set_layout(Problem<T> &p, bool few_rows, bool has_A) {
     p.few_rows = few_rows;
     p.has_A = has_A;
-    p.of_identity &= !few_rows && !has_A; // a hint, of no use with these
+    p.of_identity &= !few_rows && !has_A; // a hint, unused for these
     if (few_rows) p.panel = widest_panel;
 }
 
@@ -192,8 +192,8 @@ template <class T> Call<T, 1> householder_call(const Product<T> &product, Index 
     return {schedule, {product}, finds_T, product.dV.data != nullptr, {}};
 }
 
-// The output, and what is saved for backward. `of_identity`: whether x are the first rows of the identity, to form Qᵀ. That saves
-// a third of both passes, and x gets no gradient.
+// Returns the output and the saved tensor. `of_identity`: x holds the first rows of the identity, to form Qᵀ. This saves a third
+// of both passes, and x gets no gradient.
 inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &plan_, int threads) {
     const Tensor V(V_), x = as_rows(x_, V.dims());
     const Plan plan(plan_, threads);
@@ -219,8 +219,8 @@ inline nb::object householder(nb::handle x_, nb::handle V_, const nb::tuple &pla
     });
 }
 
-// The gradients of x and V, or None for those of `needs` that are not needed. `output` is that of the forward pass, or None: not
-// needed, or saved as a copy. `saved` is a sequence of one tensor, or empty.
+// Returns the gradients of x and V, None where `needs` is false. `output` is the forward pass's output, or None if it is not
+// needed or saved as a copy. `saved` is a sequence of one tensor, or empty.
 inline nb::object householder_backward(nb::handle g_, nb::handle output_, nb::handle V_, const nb::sequence &saved_,
                                        const nb::sequence &needs, const nb::tuple &plan_, int threads) {
     const Tensor V(V_), g = as_rows(g_, V.dims()), output = Tensor(output_).as_contiguous();
@@ -257,7 +257,7 @@ inline nb::object householder_backward(nb::handle g_, nb::handle output_, nb::ha
     });
 }
 
-// W: (n, m) as U Σ Vᵀ. Without V, U is the (n, m) matrix that holds both sides, compact.
+// W = U Σ Vᵀ: (n, m). Without V, U: (n, m) holds the compact reflectors of both sides.
 struct SVDFactors {
     Tensor U, sigma, V;
     int form;
@@ -281,12 +281,12 @@ struct SVDFactors {
     template <class T> void expect_dtypes() const {
         expect_dtype<T>("U", U), expect_dtype<T>("sigma", sigma), expect_dtype<T>("V", V);
     }
-    // U's reflectors, or V's, in a tensor with the shape of U or V. Of a shared one, U's are the columns.
+    // The reflectors of U, or V, in a tensor with the shape of U or V. In a shared tensor, U's are the columns.
     template <class T> Strided<T> U_side(const Tensor &t) const {
         return shared ? matrix_of<T>(t).transposed() : matrix_of<T>(t);
     }
 
-    // x Q_V, and what follows, times Q_Uᵀ, for so many rows.
+    // The products with Q_V and Q_Uᵀ for a number of rows.
     template <class T> Product<T> V_product(Index rows) const {
         return product<T>(rows, shared ? n : V.size(0), m, true, matrix_of<const T>(shared ? U : V));
     }
@@ -304,7 +304,7 @@ struct SVDFactors {
         const Problem<T> &v = product[0].p, &u = product[1].p;
         const Index work = round_up(v.m, v.packet) * (v.reflectors() * v.d + u.reflectors() * u.d);
         const Index bytes = (v.r * v.d + (shared ? 0 : u.r * u.d)) * Index(sizeof(T));
-        // How many members both products have panels for; one without reflections is no reason to be fewer.
+        // Number of members that both products have panels for; a product without reflections does not limit it.
         const Index panels = std::min(v.blocks() ? v.panels() : u.panels(), u.blocks() ? u.panels() : v.panels());
         const bool finds_T = forward || !(product[0].saved.all_T || product[1].saved.all_T);
         const Schedule schedule(v, 1, work, bytes, panels, threads, !forward);
@@ -320,7 +320,7 @@ struct SVDFactors {
     }
 };
 
-// x Wᵀ + bias, and what is saved for backward: x Q_V, if anything is; with a copy of x Wᵀ if `copy_output`.
+// Returns x Wᵀ + bias and the saved tensor, which holds x Q_V, and a copy of x Wᵀ if `copy_output`.
 inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::handle V, nb::handle bias_,
                              const nb::tuple &plan_, int threads) {
     const Tensor x = as_rows(x_, 2), bias = Tensor(bias_).as_contiguous();
@@ -355,8 +355,8 @@ inline nb::object svd_linear(nb::handle x_, nb::handle U, nb::handle sigma, nb::
     });
 }
 
-// The gradients of x, U, sigma, V and bias, or None for those of `needs` that are not needed. If U and V are one tensor, that
-// of U is that of both. `output` is x Wᵀ, or None: not needed, or saved as a copy.
+// Returns the gradients of x, U, sigma, V and bias, None where `needs` is false. If U and V are one tensor, U's gradient is the
+// gradient of both. `output` is x Wᵀ, or None if it is not needed or saved as a copy.
 inline nb::object svd_linear_backward(nb::handle g_, nb::handle output_, nb::handle U, nb::handle sigma, nb::handle V,
                                       const nb::sequence &saved_, const nb::sequence &needs, const nb::tuple &plan_,
                                       int threads) {

@@ -1,7 +1,7 @@
-// The same for few rows: they stay row-major, and the members of a team share them out.
+// x Qᵀ and its gradients for few rows, which stay row-major; the members of a team share out the rows.
 //
-// Rows do not depend on each other, so a member takes its own through all blocks without a barrier. Only the gradient of V
-// is a sum over all rows: when all are through, the members share out its blocks.
+// Rows are independent, so each member applies all blocks to its rows without a barrier. Only the gradient of V is a sum over
+// all rows: the members share out its blocks after the last block.
 #pragma once
 
 #include "gradient.hpp"
@@ -18,7 +18,7 @@ template <class T> class FewRows {
     struct Own : Scratch<T> {
         Block<T> at;
         T *S, *Z;
-        T **current; // where the rows of each panel are at present
+        T **current; // the rows of each panel now
     };
     static Shared take_shared(const Problem<T> &p, int, bool back, Carver &carver) {
         const Index size = p.padded_d() * p.lanes(), before_last = std::max<Index>(p.blocks() - 1, 0);
@@ -58,7 +58,7 @@ template <class T> class FewRows {
                 std::memcpy(&target(i, column), own.current[q] + i * stride, sizeof(T) * std::size_t(width));
         });
     }
-    // The rows of another product, each column times its entry of the diagonal, and zeros where that has none.
+    // Loads the rows of another product, each column times its entry of the diagonal; columns without an entry are zero.
     void load_scaled(const FewRows &from, const Diagonal<T> &diagonal) {
         for_panels([&](Index q, Index column, Index width, Index stride) {
             own.current[q] = panel(shared.rows, q);
@@ -81,7 +81,7 @@ template <class T> class FewRows {
             own.current[q] = place;
         });
     }
-    // The sums of the rows, which were loaded from `source`. The members share out the columns.
+    // Sums over the rows that were loaded from `source`. The members share out the columns.
     void sum_columns(Strided<const T> source, T *sums) const {
         sum_share(p.d, [&](Index i, Index q, Index c) { return source(i, q * p.panel + c); },
                   [&](Index c, T sum) { sums[c] = sum; });
@@ -96,7 +96,7 @@ template <class T> class FewRows {
                   [&](Index c, T sum) { gradient[c] = sum * diagonal.sign(c); });
     }
 
-    // The rows times Qᵀ, or Q if p.transpose.
+    // Multiplies the rows by Qᵀ, or by Q if p.transpose.
     void forward() {
         for (Index step = 0; step < p.blocks(); ++step) {
             const Index block = p.block_at(step, p.transpose);
@@ -108,8 +108,8 @@ template <class T> class FewRows {
         }
     }
 
-    // The rows, a gradient of the output, become that of x, which is stored if it is wanted (data); likewise the gradient of
-    // V, which needs the output in the second set of rows, Z and A.
+    // Turns the rows from the gradient of the output into the gradient of x, and stores it if dx has data. Computes the
+    // gradient of V if dV has data; this needs Z, A, and the output in the second set of rows.
     void backward(Strided<T> dx, Strided<T> dV) {
         const bool ascending = !p.transpose;
         for (Index step = 0; step < p.blocks(); ++step) {
@@ -137,21 +137,21 @@ template <class T> class FewRows {
     const Reflectors<T> reflectors; // all columns
     const Index K, first, rows;    // this member's rows, in whole tiles
 
-    // Members have whole tiles of rows, as evenly as can be.
+    // Each member has whole tiles of rows, as evenly as possible.
     Index row_of(int rank) const { return p.lanes() / inner_rows * rank / team.size * inner_rows; }
     T *panel(T *all, Index q) const { return all + q * p.panel * p.lanes(); }
     T *gradient_before(Index block, Index q) const {
         return panel(shared.gradients + p.place(block) * p.padded_d() * p.lanes(), q);
     }
     T *R_of(Index block) const { return shared.R + block * p.lanes() * K; }
-    // How far apart rows are in a panel: so many columns, in whole packets.
+    // The stride of rows in a panel: its number of columns, rounded up to whole packets.
     Index stride_of(Index q) const { return round_up(reflectors.columns.width(q), p.packet); }
-    // action(panel, its first column, how many, how far apart rows are) on every panel.
+    // Calls action(panel, first column, number of columns, stride of rows) for every panel.
     template <class Action> void for_panels(const Action &action) const {
         for (Index q = 0; q < reflectors.columns.panels; ++q)
             action(q, q * p.panel, reflectors.columns.width(q), stride_of(q));
     }
-    // put(column, Σ entry(row, panel, column in it) over all rows), for this member's panels of the first so many columns.
+    // Calls put(column, Σ entry(row, panel, column in it)) over all rows, for this member's panels of the first columns.
     template <class Entry, class Put> void sum_share(Index columns, const Entry &entry, const Put &put) const {
         for (Index q = 0; q * p.panel < columns; ++q) {
             if (!team.owns(q)) continue;
@@ -163,7 +163,7 @@ template <class T> class FewRows {
         }
     }
 
-    // Z = rows · Yᵀ T for a block, which is prepared for it, or with Tᵀ if not `upper`.
+    // Z = rows · Yᵀ T for a block, which has to be prepared, or with Tᵀ if not `upper`.
     void multiply_by_T(Index block, bool upper, T *Z) {
         reflectors.prepare(at, block, saved.scales(block));
         {
@@ -195,7 +195,7 @@ template <class T> class FewRows {
         own.current[q] = after;
     }
 
-    // The gradient of V, by blocks, or where these are few by panels.
+    // The gradient of V: members share out blocks, or panels if blocks are few.
     void find_gradient(Strided<T> dV) {
         {
             FASTH_PHASE(barrier);

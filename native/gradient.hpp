@@ -18,13 +18,13 @@ template <class T> class Gradient {
     Gradient(const Problem<T> &p, const Reflectors<T> &reflectors, const Scratch<T> &own, Strided<T> dV)
         : p(p), reflectors(reflectors), own(own), dV(dV), K(p.K()), stride(p.lane_stride()) {}
 
-    // A block's gradient begins with Z and R, both (lanes, K). The team shares out the zeros.
+    // Begins a block's gradient from Z and R, both (lanes, K). The team shares out the zeros.
     void begin(const Block<T> &at, const T *Z, const T *R, const Team &team) const {
         antisymmetric_half(p.first_row(at.number), Z, R);
         if (p.fills()) clear(at.number * p.k, at.number * p.k + at.size, p.first_read(at.number), team);
     }
 
-    // ∂Y = N Y − Zᵀ g − Rᵀ after, in one panel, into its place in dV.
+    // Writes ∂Y = N Y − Zᵀ g − Rᵀ after of one panel to dV.
     void of_panel(const Block<T> &at, Index q, Index from, Index to, const T *Z, const T *R, const T *g, const T *after) const {
         FASTH_PHASE(gradient);
         if (!streams()) reflectors.template prefetch_panel<true>(dV, at.number, q + 1);
@@ -34,7 +34,7 @@ template <class T> class Gradient {
             transposed(at, q, from, Z, R, g, after, p.few_rows ? 1 : stride, p.few_rows ? to : 1);
     }
 
-    // Zeros for the reflectors that are left out.
+    // Writes zeros for the reflectors beyond those used.
     void finish(const Team &team) const {
         if (p.fills()) clear(p.reflectors(), p.r, p.d, team);
         fence();
@@ -58,7 +58,7 @@ template <class T> class Gradient {
             for (Index c = 0; c < to - from; ++c) own.scratch[j * p.panel + c] /= at.scale[j];
         store_scratch(piece);
     }
-    // ∂Yᵀ, of which N, Z and R are read in packets. An entry of g is `along` from the next in its row, and `down` in its column.
+    // ∂Yᵀ: N, Z and R are read in packets. Entries of g are `along` apart in a row, and `down` apart in a column.
     void transposed(const Block<T> &at, Index q, Index from, const T *Z, const T *R, const T *g, const T *after, Index along,
                     Index down) const {
         const Index kb = at.size, first = p.first_row(at.number), start = from * along + first * down;
@@ -80,12 +80,12 @@ template <class T> class Gradient {
         else
             store_column_major(piece);
     }
-    // into(how, place), straight into dV.
+    // Calls into(result, place) for a place in dV.
     template <class Into> void give(Matrix<T> place, const Into &into) const {
         into(p.adds ? Result::subtract : streams() ? Result::negative_streamed : Result::negative, place);
     }
 
-    // own.dY into its place, where that is row-major.
+    // Writes own.dY to its place in a row-major dV.
     void store_row_major(const Piece &at, bool whole_packets) const {
         if (whole_packets && !p.adds) { // the usual case
             const bool streamed = streams() && at.column % p.packet == 0;
@@ -104,7 +104,7 @@ template <class T> class Gradient {
         transpose<T>(p.panel, K, {own.dY, K}, {own.scratch, p.panel});
         store_scratch(at);
     }
-    // own.scratch, (rows, panel), into its place.
+    // Writes own.scratch, (rows, panel), to its place in dV.
     void store_scratch(const Piece &at) const {
         if (p.fills() && dV.column_stride == 1 && at.width % p.packet == 0)
             return copy_from<T>(at.rows, at.width, {own.scratch, p.panel}, {&dV(at.row, at.column), dV.row_stride},
@@ -135,8 +135,8 @@ template <class T> class Gradient {
         }
     }
 
-    // Whether the gradient of V is so large that it would leave the caches before anybody reads it, and aligned such that
-    // whole packets of a panel, or, column-major, of a block, can be written past them.
+    // True if the gradient of V is too large to stay in the caches until it is read, and its alignment allows streaming
+    // stores of whole packets of a panel (row-major) or of a block (column-major).
     bool streams() const {
         constexpr Index line = 64, size = sizeof(T);
         const bool by_rows = dV.column_stride == 1 && dV.row_stride * size % line == 0;
@@ -145,7 +145,7 @@ template <class T> class Gradient {
                reinterpret_cast<std::uintptr_t>(dV.data) % line == 0;
     }
 
-    // Zeros in dV: rows `from` to `to`, columns before `end`; the members share them.
+    // Writes zeros in dV: rows `from` to `to`, columns before `end`; the members share them out.
     void clear(Index from, Index to, Index end, const Team &team) const {
         FASTH_PHASE(clear);
         const auto fill = [&](T *start, Index count) {

@@ -1,4 +1,4 @@
-// The kernels that everything else is made of: a small matrix product that keeps its result in registers, inner products
+// The kernels that all other files use: a small matrix product that keeps its result in registers, inner products
 // of rows, and a transposition. Eigen's packets give them the widest registers that the compiler may use for this module.
 #pragma once
 
@@ -18,8 +18,8 @@ constexpr Index padding = 16; // the columns of small matrices are rounded up to
 
 constexpr Index round_up(Index n, Index multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// What is called with numbers in registers has to become part of the caller, or they go through memory. Only a build with
-// sanitizers would take five minutes for it.
+// Forces inlining of functions whose arguments are in registers, which would otherwise go through memory. Builds with
+// sanitizers do not, since they would take five minutes.
 #if defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
 #define FASTH_INLINE inline __attribute__((always_inline))
 #else
@@ -31,8 +31,8 @@ constexpr Index round_up(Index n, Index multiple) { return (n + multiple - 1) / 
 #define FASTH_NEVER_INLINE
 #endif
 
-// How many rows of a result of so many packets fit into the registers, with room for the operands. Wide tiles load less for
-// as much work, where the result is wide enough.
+// Number of rows of a tile with `columns` packets that fits into the registers, with room for the operands. Wide tiles load
+// less for the same work, if the result is wide enough.
 constexpr int usual_tile = 2;
 #if defined(EIGEN_VECTORIZE_AVX512) || defined(__aarch64__)
 constexpr int widest_tile = 4;
@@ -49,7 +49,7 @@ template <class T> struct Matrix { // row-major, rows row_stride apart
     Index row_stride;
 };
 
-// Which part of an operand is not zero. The rest of it, as far as it is read with a tile, is zero in memory too.
+// The part of an operand that is not zero. Entries outside of it that a tile reads are zero in memory too.
 enum class Shape { dense, lower_left, upper_left, strictly_lower_right, strictly_upper_right };
 
 // left · right over `inner`. The left operand is read one number at a time, so it may have any strides.
@@ -61,7 +61,7 @@ template <class T> struct Term {
     Shape shape = Shape::dense;
 };
 
-// Stores past the caches, which saves reading first what is overwritten: for results too large to stay in them. The
+// Stores past the caches, which avoids reading overwritten lines: for results too large to stay in the caches. The
 // address must be a multiple of the packet's size, and a fence must follow before another thread reads.
 template <class T> inline void stream(T *to, const Packet<T> &value) {
 #if defined(EIGEN_VECTORIZE_AVX512)
@@ -113,7 +113,7 @@ FASTH_INLINE void accumulate(const Term<T> &term, Index row, Index column, Index
     }
 }
 
-// The same over all of `inner`, except where an operand is zero.
+// Like the above over all of `inner`, skipping zeros of an operand.
 template <bool right_may_be_triangular, class T, int rows, int columns>
 FASTH_INLINE void add_term(const Term<T> &term, Index row, Index column, Accumulators<T, rows, columns> &sum) {
     constexpr Index width = packet_size<T>;
@@ -199,7 +199,7 @@ void product(Result result, Index rows, Index columns, const Term<T> (&term)[ter
     constexpr int most = tile_rows(tile_columns);
     const Index tiles = (rows + most - 1) / most, count = tiles ? rows / tiles : 0;
     for (; column + width <= columns; column += width)
-        for (Index i = 0, longer = rows - tiles * count; i < rows; --longer) { // as even as can be
+        for (Index i = 0, longer = rows - tiles * count; i < rows; --longer) { // as even as possible
             tile_of<T, tile_columns>(count + (longer > 0), result, term, i, column, base, out);
             i += count + (longer > 0);
         }
@@ -303,7 +303,7 @@ template <class T> FASTH_INLINE Packet<T> sums_of(Square<T> &square) {
     return s[0];
 }
 #if defined(EIGEN_VECTORIZE_AVX512)
-// Adding up after every step of the transposition halves what is left of it.
+// Adding up after every step of the transposition halves the remaining work.
 template <> FASTH_INLINE __m512 sums_of<float>(Square<float> &square) {
     __m512 *const s = square.packet;
 #pragma GCC unroll 8
@@ -369,7 +369,7 @@ template <class T> FASTH_NEVER_INLINE void inner_product_tile(const Span<T> *spa
     for (int a = 0; a < high; ++a) std::memcpy(place + a * out.row_stride, tile[a], sizeof(tile[a]));
 }
 
-// The same for all of it, or from the diagonal on. Rows and columns are multiples of those of a tile.
+// out = left · rightᵀ for the whole matrix, or from the diagonal on. Rows and columns are multiples of a tile's.
 template <class T>
 void inner_products(Index rows, Index columns, const Span<T> *spans, Index count, Matrix<T> out, bool upper = false) {
     for (Index i = 0; i < rows; i += inner_rows)
@@ -377,8 +377,8 @@ void inner_products(Index rows, Index columns, const Span<T> *spans, Index count
             inner_product_tile<T>(spans, spans + count, i, j, out);
 }
 
-// The inverse of an upper triangular square of size `padding`, of which the strict upper half is in B and the inverse of
-// the diagonal in `diagonal`. A finished row goes into all that are not: that many independent sums.
+// The inverse of an upper triangular square of size `padding`, with its strict upper half in B and the inverse of its diagonal
+// in `diagonal`. A finished row is added to all unfinished rows, which are independent sums.
 template <class T> inline void invert_square(Matrix<const T> B, const T *diagonal, Matrix<T> out) {
     using namespace Eigen::internal;
     constexpr Index width = packet_size<T>, packets = padding / width;
@@ -404,7 +404,7 @@ template <class T> inline void invert_square(Matrix<const T> B, const T *diagona
     }
 }
 
-// Asks for memory ahead of its use.
+// Prefetches memory.
 template <bool to_write, class T> inline void prefetch(const T *data, Index rows, Index row_stride, Index width) {
 #if defined(__GNUC__)
     for (Index i = 0; i < rows; ++i)

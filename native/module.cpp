@@ -9,7 +9,7 @@ using namespace fasth;
 
 namespace {
 
-// To be called once, before anything else. `table` is the capsule torch.Tensor.__dlpack_c_exchange_api__.
+// Has to be called once, before any other function. `table` is the capsule torch.Tensor.__dlpack_c_exchange_api__.
 void connect(nb::handle tensor, nb::handle parameter, nb::handle empty_like, nb::handle contiguous_empty_like,
              nb::handle table) {
     void *const pointer = PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api");

@@ -1,5 +1,5 @@
-// Memory for tensors that come and go with every step, reused by the next: what is saved for backward, and
-// large gradients. The system's allocator would give it back in between, and then every 4 KiB of it costs a page fault again.
+// Memory for tensors that are allocated at every step and reused by the next: tensors saved for backward, and large gradients.
+// The system's allocator would return their memory in between, and every 4 KiB would cost a page fault again.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ class Pool {
 
     Pool() { idle.reserve(most_chunks + 1); }
 
-    // The smallest that fits, if it is at most a quarter too large, or a new one. The newest are looked at first: mostly they
-    // are those of the last step.
+    // The smallest chunk that fits, if it is at most a quarter too large, or a new one. Starts with the newest chunks, which
+    // are mostly from the last step.
     Chunk take(std::size_t size) {
         size = std::max<std::size_t>((size + 63) / 64 * 64, 64);
         {
@@ -40,11 +40,11 @@ class Pool {
         return {static_cast<char *>(::operator new(size, std::align_val_t(64))), size};
     }
 
-    // The newest stay; what nobody has asked for since goes back to the system.
+    // Keeps the newest chunks, and frees the ones that were not reused.
     void give(const Chunk &chunk) noexcept {
         if (chunk.size > most_bytes) return release(chunk);
         const Lock lock(busy);
-        idle.push_back(chunk); // there is room
+        idle.push_back(chunk); // its capacity is reserved
         idle_bytes += chunk.size;
         while (idle_bytes > most_bytes || idle.size() > most_chunks) {
             release(idle.front());
@@ -53,7 +53,7 @@ class Pool {
         }
     }
 
-    // In the child of a fork, where the lock may be held by a thread that is not there: what was idle is left alone.
+    // Called in the child of a fork, where a thread that no longer exists may hold the lock: idle chunks are abandoned.
     void reset_after_fork() {
         new (&idle) std::vector<Chunk>();
         idle.reserve(most_chunks + 1);

@@ -1,4 +1,4 @@
-// A recurrence over time, h_t = f(x_t + W h_{t−1}), and its gradients. The batch is shared out over threads, each of which takes
+// A recurrence over time, h_t = f(x_t + W h_{t−1}), and its gradients. The batch is shared out over threads, and each takes
 // its sequences through all times without a barrier.
 #pragma once
 
@@ -12,24 +12,24 @@ namespace fasth {
 
 enum class Activation { tanh, relu, modrelu };
 
-// Which rows belong to which time. Sequences are sorted by length, longest first, so those that last until time t are the
+// The rows of each time. Sequences are sorted by length, longest first, so sequences that last until time t are the
 // first of the batch. Step i of the recurrence is time i, or, in reverse, the i-th from the last.
 struct Times {
-    std::vector<Index> starts; // of the rows of each time, and the number of all rows
+    std::vector<Index> starts; // first row of each time, and the number of all rows
     bool reverse;
 
     Index count() const { return Index(starts.size()) - 1; }
     Index rows() const { return starts.back(); }
     Index at(Index step) const { return reverse ? count() - 1 - step : step; }
     Index start(Index step) const { return starts[std::size_t(at(step))]; }
-    // Of the steps before the first and after the last, none.
+    // Zero for the steps before the first and after the last.
     Index size(Index step) const {
         if (step < 0 || step >= count()) return 0;
         return starts[std::size_t(at(step)) + 1] - start(step);
     }
 };
 
-// A matrix of (h, h) in panels of columns, each contiguous: as `product` reads its right operand, whatever its strides were.
+// A matrix (h, h) of any strides, copied to contiguous panels of columns, which `product` reads as its right operand.
 template <class T> class Panels {
   public:
     static constexpr Index width = usual_tile * packet_size<T>;
@@ -44,7 +44,7 @@ template <class T> class Panels {
                 for (Index l = 0; l < h; ++l) std::copy_n(from + l * row_stride, columns, panel + l * width);
                 continue;
             }
-            constexpr Index block = 16; // of a column, which is a line of the cache where W is transposed
+            constexpr Index block = 16; // entries of a column, one line of the cache if W is transposed
             for (Index start = 0; start < h; start += block)
                 for (Index c = 0; c < columns; ++c)
                     for (Index l = start; l < std::min(start + block, h); ++l)
@@ -61,20 +61,20 @@ template <class T> class Panels {
     T *const memory;
 };
 
-// f of one number, of which `bias` is that of modReLU. NaN stays NaN.
+// f of one number. `bias` is modReLU's. NaN stays NaN.
 template <Activation f, class T> FASTH_INLINE T activated(T z, T bias) {
     if constexpr (f == Activation::tanh) return std::tanh(z);
     if constexpr (f == Activation::relu) return z <= T(0) ? T(0) : z;
     const T size = std::abs(z) + bias;
     return size <= T(0) || z == T(0) ? T(0) : std::copysign(size, z);
 }
-// f′ from f's value, times g.
+// f′ · g, with f′ computed from f's value.
 template <Activation f, class T> FASTH_INLINE T through(T g, T value) {
     if constexpr (f == Activation::tanh) return g * (T(1) - value * value);
     if constexpr (f == Activation::relu) return value <= T(0) ? T(0) : g;
     return value == T(0) ? T(0) : g;
 }
-// f of a row of a panel, whole packets.
+// f of a row of a panel, in whole packets.
 template <Activation f, class T> FASTH_INLINE void activate(T *z, const T *bias) {
     using namespace Eigen::internal;
     constexpr Index width = packet_size<T>;
@@ -82,14 +82,14 @@ template <Activation f, class T> FASTH_INLINE void activate(T *z, const T *bias)
         for (Index c = 0; c < Panels<T>::width; c += width) {
             T value[width];
             pstoreu(value, ptanh(ploadu<Packet<T>>(z + c)));
-            for (Index i = 0; i < width; ++i) z[c + i] = z[c + i] == z[c + i] ? value[i] : z[c + i]; // it loses NaN
+            for (Index i = 0; i < width; ++i) z[c + i] = z[c + i] == z[c + i] ? value[i] : z[c + i]; // f loses NaN
         }
     } else {
         for (Index c = 0; c < Panels<T>::width; ++c) z[c] = activated<f>(z[c], bias[c]);
     }
 }
 
-// One call: the memory that it needs, and its threads.
+// One call: its memory and its threads.
 template <class T> struct Recurrence {
     const Times &times;
     const Index h;
@@ -104,13 +104,13 @@ template <class T> struct Recurrence {
     template <Activation f> void forward(const T *x, Strided<const T> W, const T *h0, const T *bias, T *out) const {
         run(W.column_stride, W.row_stride, W.data, bias, [&](const Member &m) { forward<f>(m, x, h0, out); });
     }
-    // dx = f′ · (the gradient of out + dx of the step after · W), dh0 where sequences start, and that of modReLU's bias.
+    // dx = f′ · (the gradient of out + dx of the step after · W), dh0 where sequences start, and the gradient of modReLU's bias.
     template <Activation f> void backward(const T *g, Strided<const T> W, const T *out, T *dx, T *dh0, T *dbias) const {
         run(W.row_stride, W.column_stride, W.data, nullptr, [&](const Member &m) { backward<f>(m, g, out, dx, dh0); }, dbias);
     }
 
   private:
-    struct Member { // and its part of the batch
+    struct Member { // a thread and its part of the batch
         const Panels<T> &panels;
         Index from, to;
         T *products; // (to − from, a panel's width)

@@ -1,4 +1,4 @@
-// What Python calls for a recurrence over time: tensors in, new tensors out, everything checked before it is read.
+// Functions called from Python for recurrences over time: they check all tensors before reading, and return new ones.
 #pragma once
 
 #include <nanobind/stl/optional.h>
@@ -11,7 +11,7 @@ namespace fasth {
 
 using Sizes = std::optional<std::vector<Index>>;
 
-// The times of rows (time, batch, h), or of a packed sequence, (rows, h), with so many rows at each time.
+// The times of rows (time, batch, h), or of a packed sequence (rows, h) with the number of rows at each time.
 inline Times times_of(const Tensor &rows, const Sizes &sizes, bool reverse) {
     Times times{{0}, reverse};
     expect(rows.dims() == (sizes ? 2 : 3), "the rows should be (time, batch, h), or (rows, h) with sizes; got ", rows);
@@ -33,7 +33,7 @@ template <class T> Strided<const T> square_of(const Tensor &W, Index h) {
     return matrix_of<const T>(W);
 }
 
-// action(std::integral_constant<Activation, f>) for an f of its number.
+// Calls action(std::integral_constant<Activation, f>) for the activation of number f.
 template <class Action> void by_activation(int f, const Action &action) {
     expect(f >= 0 && f <= int(Activation::modrelu), "f should be 0 (tanh), 1 (relu) or 2 (modrelu); got ", f);
     if (f == int(Activation::tanh)) return action(std::integral_constant<Activation, Activation::tanh>());
@@ -66,7 +66,7 @@ inline nb::object recurrence(nb::handle x_, const Sizes &sizes, nb::handle W_, n
     });
 }
 
-// The gradients of x, and, where needed, of the first states and of modReLU's bias, else None.
+// Returns the gradients of x, of the first states and of modReLU's bias, the last two None if not needed.
 inline nb::object recurrence_backward(nb::handle g_, const Sizes &sizes, nb::handle W_, nb::handle out_, nb::handle h0_, int f,
                                       bool reverse, bool needs_h0, bool needs_bias, int threads) {
     return with_saved([&] {

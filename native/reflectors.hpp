@@ -12,8 +12,8 @@
 
 namespace fasth {
 
-// The entries of a block in a panel, from the first column on that it reaches. Row j has those in columns start(j) to width;
-// column c has those in rows 0 to stop(c). Compact storage leaves out the diagonal.
+// The entries of a block in a panel, from the first column on that it reaches. Row j has entries in columns start(j) to width;
+// column c has entries in rows 0 to stop(c). Compact storage excludes the diagonal.
 struct Piece {
     Index row, column, rows, width;
     bool triangular, compact;
@@ -28,20 +28,20 @@ template <class T> struct Reflectors {
     const Strided<const T> V;
     const Columns columns;
     const Index K;
-    const bool column_major; // whether V is column-major, and read so
-    const bool far;          // whether V is too large to be in the second-level cache when it is wanted
+    const bool column_major; // V is column-major, and read in this order
+    const bool far;          // V is too large for the second-level cache, so it is prefetched
 
     Reflectors(const Problem<T> &p, Strided<const T> V, const Columns &columns)
         : p(p), V(V), columns(columns), K(p.K()), column_major(V.column_major() && !p.few_rows),
           far(p.r * p.d * Index(sizeof(T)) >= Index(1) << 20) {}
 
-    // action(panel, from, to) on every panel that the block reaches, in whole packets if these are read.
+    // Calls action(panel, from, to) for every panel that the block reaches, in whole packets if packets are read.
     template <class Action> void for_panels(Index block, const Action &action) const {
         for (Index q = columns.first_panel(p, block); q < columns.panels; ++q)
             action(q, columns.from(p, block, q), round_up(columns.width(q), p.few_rows ? p.packet : 1));
     }
 
-    // A block, with the scales given, or none.
+    // Prepares a block, with or without scales.
     void prepare(Block<T> &at, Index block, const T *scales) const {
         const Index kb = p.size_of(block);
         at.number = block;
@@ -62,16 +62,16 @@ template <class T> struct Reflectors {
                 p.triangular(), p.compact()};
     }
 
-    // Whether a full block has all its entries in a panel, unscaled: not at the edge of the triangle.
+    // True if a full-size, unscaled block has all its entries in a panel: it is not at the edge of the triangle.
     bool whole(const Block<T> &at, Index q) const { return !at.scaled && at.size == K && piece(at.number, q).whole(); }
-    // A block that is whole in a panel is read from V itself, unless packets are needed and V has none, or its columns are so
-    // far apart that they crowd a few lines of both caches.
+    // A block that is whole in a panel is read from V, unless packets are needed and V is not contiguous along them, or V's
+    // column stride maps columns to few lines of both caches.
     bool packed(const Block<T> &at, Index q) const {
         const bool crowded = column_major && V.column_stride * Index(sizeof(T)) % 8192 == 0;
         return !whole(at, q) || crowded || (p.few_rows && (V.column_stride != 1 || columns.width(q) % p.packet != 0));
     }
 
-    // Asks for the block's entries in a panel ahead of their use.
+    // Prefetches the block's entries in a panel.
     template <bool to_write, class U> void prefetch_panel(const Strided<U> &matrix, Index block, Index q) const {
         if (!far || q >= columns.panels || (matrix.column_stride != 1 && matrix.row_stride != 1)) return;
         const Index kb = p.size_of(block), column = columns.column(q);
@@ -82,7 +82,7 @@ template <class T> struct Reflectors {
     }
 
   private:
-    // Y of the block in one panel, with zeros for whatever is not there.
+    // Copies Y of the block in one panel, with zeros for entries that are not stored.
     void pack(const Block<T> &at, Index q, Index from, Index to) const {
         FASTH_PHASE(pack);
         const Piece piece = this->piece(at.number, q);
@@ -131,7 +131,7 @@ template <class T> class TFinder {
     TFinder(const Problem<T> &p, Strided<const T> V, const Scratch<T> &own)
         : p(p), reflectors(p, V, Columns(p, 1, 0)), own(own), at(own.whole), K(p.K()) {}
 
-    // A member's share of all blocks. A barrier has to follow.
+    // Computes this member's share of all blocks. A barrier has to follow.
     void find_share(const Team &team, const Saved<T> &saved) {
         for (Index block = 0; block < p.blocks(); ++block)
             if (team.owns(block)) find(block, saved);
@@ -151,7 +151,7 @@ template <class T> class TFinder {
         invert(saved.T_of(block));
     }
 
-    // G = Y Yᵀ from the diagonal on, as inner products of rows where these are whole packets.
+    // G = Y Yᵀ from the diagonal on, as inner products of rows if rows are whole packets.
     void form_gram() const {
         FASTH_PHASE(gram);
         const auto in_packets = [&](Index q, Index from, Index to) {
@@ -176,7 +176,7 @@ template <class T> class TFinder {
             add_gram(q, from, to);
         });
     }
-    // G += Y Yᵀ in one panel. Squares of size `padding` left of the diagonal are left out.
+    // G += Y Yᵀ in one panel. Squares of size `padding` left of the diagonal are skipped.
     void add_gram(Index q, Index from, Index to) const {
         const Matrix<const T> yt = transposed(q, from, to);
         for (Index j = 0; j < at.size; j += padding) {
@@ -218,8 +218,8 @@ template <class T> class TFinder {
         }
     }
 
-    // T = B⁻¹: (K, K) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first. Padding has the rows of
-    // the identity. A zero reflector has T = 1 and Y = 0.
+    // T = B⁻¹: (K, K) for B = striu(G) + ½ diag(G), by squares along the diagonal, the last first. Padding rows are rows
+    // of the identity. A zero reflector has T = 1 and Y = 0.
     void invert(T *block_T) const {
         FASTH_PHASE(invert);
         const T *const G = own.G;

@@ -13,8 +13,8 @@ template <class T> struct Batch { // (batch, rows, columns) of any strides, or n
     Strided<T> operator[](Index b) const { return {data ? data + b * batch_stride : nullptr, row_stride, column_stride}; }
 };
 
-// Rows times a batch of matrices. `saved` is that of the first; T that is not saved has a place in the workspace. Without data
-// in dV no gradient is wanted.
+// Rows times a batch of matrices. `saved` belongs to the first matrix; T is in the workspace if it is not saved. Without data
+// in dV no gradient is computed.
 template <class T> struct Product {
     Problem<T> p;
     Batch<const T> V;
@@ -27,13 +27,13 @@ template <class T> struct Vector {
     Index count = 0;
 };
 
-// Gradients that are sums over rows. The first team has them in place, others that share a matrix have their own.
+// Gradients that are sums over rows. The first team sums in place; other teams on the same matrix have their own sums.
 template <class T, int products> struct Sums {
     Strided<T> dV[products];
     T *vectors[2];
 };
 
-// total += sum, only the reflectors' own entries, which the members of a team share out by lines of adjacent numbers.
+// total += sum, for the reflectors' own entries only. The members of a team share out lines of adjacent numbers.
 template <class T> void add_sum(const Problem<T> &p, Strided<T> sum, Strided<T> total, const Team &team) {
     const bool by_columns = total.column_major();
     const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.compact()};
@@ -49,7 +49,7 @@ template <class T> void add_sum(const Problem<T> &p, Strided<T> sum, Strided<T> 
             for (Index i = 0; i < stop - start; ++i) to[i * to_step] += from[i * from_step];
     }
 }
-// The gradient of V from that of the scaled reflectors, when the sum is complete: a summand may be too large for its type.
+// The gradient of V from the gradient of the scaled reflectors, after the sum is complete: a summand may overflow.
 template <class T> void scale_sum(const Problem<T> &p, const Saved<T> &saved, Strided<T> total, Team &team) {
     const Piece all{0, 0, p.reflectors(), p.d, p.triangular(), p.compact()};
     const auto scale = [&](Index i) { return saved.scales(i / p.k)[i % p.k]; };
@@ -65,11 +65,11 @@ template <class T> void scale_sum(const Problem<T> &p, const Saved<T> &saved, St
 template <class T, int products> struct Call {
     Schedule schedule;
     Product<T> product[products];
-    bool finds_T;         // in the forward pass, or where it was not saved
-    bool back;            // whether the output, too, or the gradient of V, needs memory
+    bool finds_T;         // computes T: in forward, or if it was not saved
+    bool back;            // needs memory for the output or the gradient of V too
     Vector<T> vectors[2]; // gradients of sigma and bias
 
-    // work(members, matrix, first row, sums) for all rows, where `members` are a Sweep, or a FewRows, for each product.
+    // Calls work(members, matrix, first row, sums) for all rows; `members` holds a Sweep or a FewRows for each product.
     template <class Work> void run(const Work &work) const {
         if constexpr (has_inner_products<T>)
             if (product[0].p.few_rows) return run_as<FewRows<T>>(schedule, work);
@@ -77,7 +77,7 @@ template <class T, int products> struct Call {
     }
 
   private:
-    // The workspace has a bench for every team, the sums of all teams but the first, and T where it is not saved.
+    // The workspace holds a bench for every team, the sums of all teams but the first, and T if it is not saved.
     struct Memory {
         char *data;
         Index bench_size, sums_size, T_size;
@@ -87,7 +87,7 @@ template <class T, int products> struct Call {
         Carver sums_of(int team) const { return Carver(data + benches * bench_size + (team - 1) * sums_size); }
         Carver T_at(int place) const { return Carver(data + benches * bench_size + sums * sums_size + place * T_size); }
     };
-    template <class Member> struct Bench { // what a member sees of it
+    template <class Member> struct Bench { // the workspace of one team, as a member sees it
         typename Member::Shared shared[products];
         typename Member::Own own[products];
     };
@@ -111,7 +111,7 @@ template <class T, int products> struct Call {
             const Strided<T> total = product[i].dV[0];
             if (!total.data)
                 sums.dV[i] = {};
-            else if (i > 0 && p.shares) // the rest of one matrix
+            else if (i > 0 && p.shares) // the other half of a shared matrix
                 sums.dV[i] = sums.dV[0].transposed();
             else if (i > 0 && product[0].p.adds)
                 sums.dV[i] = sums.dV[0];
@@ -133,7 +133,7 @@ template <class T, int products> struct Call {
     }
 
     template <class Member, class Work> void run_as(const Schedule &s, const Work &work) const {
-        Carver bench, sums, blocks_of_T; // these count
+        Carver bench, sums, blocks_of_T; // without memory, they count sizes
         take_bench<Member>(s, 0, bench);
         take_sums(sums);
         for (const Product<T> &side : product) take_T(side.saved, blocks_of_T);
@@ -149,11 +149,11 @@ template <class T, int products> struct Call {
     void run_thread(const Schedule &s, const Memory &memory, Team::Barrier *barriers, int thread, const Work &work) const {
         const int number = thread / s.members;
         Team all(s.threads(), thread, barriers[0]);
-        Team team(s.members, thread % s.members, barriers[s.members > 1 ? 1 + number : 0]); // one alone needs no barrier
+        Team team(s.members, thread % s.members, barriers[s.members > 1 ? 1 + number : 0]); // a single member needs no barrier
         const Team teams(s.teams, number, barriers[0]);
         Carver carver = memory.bench(number);
         const Bench<Member> bench = take_bench<Member>(s, team.rank, carver);
-        const bool batched = s.batch > 1; // matrices are shared out, else parts
+        const bool batched = s.batch > 1; // teams share out matrices, else parts of the rows
         for (Index b = batched ? number : 0; b < s.batch; b += batched ? s.teams : 1) {
             Saved<T> saved[products];
             Carver blocks_of_T = memory.T_at(batched ? number : 0);
@@ -181,7 +181,7 @@ template <class T, int products> struct Call {
         }
     }
 
-    // With a place in the workspace for T and the scales, where they are not saved.
+    // Puts T and the scales into the workspace if they are not saved.
     static Saved<T> take_T(Saved<T> saved, Carver &carver) {
         if (saved.all_T) return saved;
         saved.all_T = carver.take<T>(saved.T_size());
@@ -221,7 +221,7 @@ template <class T, int products> struct Call {
     void fill_diagonals(const Sums<T, products> &total, Index b, Team &team) const {
         const bool shared = product[0].p.shares;
         if (!product[0].p.compact()) return;
-        if (!shared) team.barrier(); // after the zeros in the gradient
+        if (!shared) team.barrier(); // after the members wrote zeros to the gradient
         for (int i = 0; i < (shared ? 1 : products); ++i)
             for (Index j = team.rank; total.dV[i].data && j < product[i].p.reflectors(); j += team.size)
                 total.dV[i](j, j) = sign_guard(product[i].V[b](j, j));
@@ -246,7 +246,7 @@ template <class T> void backward(const Call<T, 1> &call, Batch<const T> g, Batch
 }
 
 // x Wᵀ with W = Q_U[:, :k] Σ Q_Vᵀ[:k]: first x Q_V, then each column times its singular value, then Q_Uᵀ. Both products have
-// the same team, and a member the same columns, or rows, of both, so it needs no barrier between them.
+// the same team, and a member has the same columns, or rows, of both, so no barrier is needed between them.
 template <class T> struct SVDRows { // x Q_V and x Wᵀ, without the bias
     Strided<T> inner, output;
 };

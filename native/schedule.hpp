@@ -1,20 +1,20 @@
-// How one call is shared out over threads: matrices of a batch, or parts of the rows, for teams of members.
+// Shares out one call over threads: matrices of a batch, or parts of the rows, for teams of members.
 #pragma once
 
 #include "layout.hpp"
 
 namespace fasth {
 
-// One team does the matrices of a batch in turn, or, where there are many, each thread its own. Many rows of one matrix go in
-// parts, each through all blocks before the next: what a product touches of one stays in the caches, and teams that share out
-// the parts need no barrier on their way. Each team has its own sum of the gradient of V, so there are only few.
+// One team does the matrices of a batch in turn, or, if there are many, each thread does its own matrices. Many rows of one
+// matrix are split into parts, and a part passes all blocks before the next part: its data stays in the caches, and teams
+// that share out the parts need no barrier. Each team has its own sum of the gradient of V, so there are few teams.
 struct Schedule {
-    static constexpr int most_teams = 4; // that share a matrix
+    static constexpr int most_teams = 4; // teams that share a matrix
     Index batch, m, packet;
     Index parts = 1;
     int teams = 1, members = 1;
 
-    // For so many multiplications and additions, on reflectors that have so many bytes and panels.
+    // `operations`: multiplications and additions. `bytes`, `panels`: of the reflectors.
     template <class T>
     Schedule(const Problem<T> &p, Index batch, Index operations, Index bytes, Index panels, int threads, bool back)
         : batch(batch), m(p.m), packet(p.packet) {
@@ -26,7 +26,7 @@ struct Schedule {
         if (batch == 1 && !p.few_rows && !p.has_A) take_parts(bytes, panels, threads, back);
     }
     static int threads_for(Index operations, int threads) {
-        return forked || operations < Index(1) << 19 ? 1 : threads; // the latter: too little to share
+        return forked || operations < Index(1) << 19 ? 1 : threads; // too few operations to share out
     }
     Schedule on_one_thread() const {
         Schedule same = *this;
@@ -37,7 +37,7 @@ struct Schedule {
     Index start(Index part) const { return std::min(m, packets() * part / parts * packet); }
     Index largest_part() const { return std::min(m, (packets() + parts - 1) / parts * packet); }
 
-    // One part of the rows of a product, for a team, which has done others unless it is its first.
+    // Makes the product for one part of its rows, done by a team, which has done other parts before unless `is_first`.
     template <class T> Problem<T> part_of(Problem<T> p, Index part, int team, bool is_first) const {
         if (parts == 1) return p;
         p.is_part = true;
@@ -45,13 +45,13 @@ struct Schedule {
         p.m = start(part + 1) - p.first;
         p.continues = !is_first;
         p.adds |= p.continues;
-        p.shares |= team > 0; // nobody reads the rest of such a sum
+        p.shares |= team > 0; // the rest of a team's own sum is not read
         return p;
     }
 
   private:
     Index packets() const { return (m + packet - 1) / packet; }
-    // Every team reads all of V for every part, and, in backward, a sum as large. That pays where V stays in the caches, or
+    // Every team reads all of V for every part, and a sum of the same size in backward. This pays if V stays in the caches, or
     // rows are many.
     void take_parts(Index bytes, Index panels, int threads, bool back) {
         constexpr Index most_rows = 128, most_sums = Index(64) << 20;

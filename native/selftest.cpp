@@ -1,7 +1,7 @@
-// Compares the core with the definition, one reflection at a time, without Python or PyTorch, so that it also runs where there
-// is neither: on another processor, or in an emulator. `make selftest` builds it and runs it, for every instruction set that
-// this machine has; `make cross-aarch64` for aarch64. With --plant-error the core gets other numbers than the definition, and
-// every kind of call has to fail.
+// Compares the core with the definition, one reflection at a time, without Python or PyTorch, so that it also runs without
+// both: on another processor, or in an emulator. `make selftest` builds it and runs it, for every instruction set that
+// this machine has; `make cross-aarch64` for aarch64. With --plant-error the core gets other numbers than the definition, so
+// that every kind of call has to fail.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -21,11 +21,11 @@ namespace {
 
 bool plant_error = false;
 
-// What the definition is computed in: its own rounding should not be seen.
+// The type for the definition: its rounding should be negligible.
 template <class T> using Wide = std::conditional_t<std::is_same_v<T, float>, double, long double>;
 template <class T> using Numbers = std::vector<T>;
 
-// Uniform in [−1, 1], and the same on every machine, which those of the standard library are not.
+// Uniform in [−1, 1], and the same on every machine, unlike the standard library's distributions.
 struct Random {
     std::uint64_t state = 1;
     template <class T> Numbers<T> draw(Index count, double size = 1) {
@@ -37,7 +37,7 @@ struct Random {
         return numbers;
     }
 };
-// For results: what is not written stays NaN.
+// Memory for results: entries that are not written stay NaN.
 template <class T> Numbers<T> unwritten(Index count) {
     return Numbers<T>(static_cast<std::size_t>(count), std::numeric_limits<T>::quiet_NaN());
 }
@@ -56,7 +56,7 @@ template <class W> W largest_row(const Numbers<W> &a, Index columns) {
     return largest;
 }
 
-// The worst error of one kind of call. `scale` is what an entry is rounded relative to, `steps` how often.
+// The worst error of one kind of call. `scale`: the size that rounding is relative to; `steps`: the number of roundings.
 struct Report {
     static constexpr double tolerance = 8;
     int comparisons = 0, failures = 0;
@@ -116,7 +116,7 @@ template <class T> struct Definition {
             for (Index c = 0; c < d; ++c) row[c] -= multiple * v[c];
         }
     }
-    // Replaces the gradient of the product by that of the row, and adds to that of V.
+    // Replaces the gradient of the product by the gradient of the row, and adds to the gradient of V.
     void backward(W *g, const W *inputs, W *dV) const {
         for (Index step = r - 1; step >= 0; --step) {
             const Index i = acts_at(step);
@@ -145,13 +145,13 @@ template <class T> struct Definition {
     }
 };
 
-// Memory for what is saved for backward: nothing, T, Z too, A too, for 0 to 3.
+// Memory for saved tensors: none, T, T and Z, or T, Z and A, for 0 to 3.
 template <class T> struct SavedNumbers {
     Numbers<T> all_T, scales, Z, A;
     Saved<T> take(const Problem<T> &p, Index longest, Index batch, int save) {
         Saved<T> saved(p, longest);
         const auto make = [](Numbers<T> &numbers, Index count) {
-            numbers = unwritten<T>(count + 1); // never empty, so that it has a place
+            numbers = unwritten<T>(count + 1); // never empty, so that it has an address
             return numbers.data();
         };
         if (save >= 1) {
@@ -164,7 +164,7 @@ template <class T> struct SavedNumbers {
     }
 };
 
-// As calls.hpp lays out rows: row-major where they are few, in backward only with A.
+// The layout of rows in calls.hpp: row-major if they are few, in backward only with A.
 template <class T> Problem<T> with_layout(Problem<T> p, int save, int threads, bool back) {
     const Index few = threads > 1 ? packet_size<T> * threads : packet_size<T> / 2;
     p.has_A = save == 3;
@@ -174,9 +174,9 @@ template <class T> Problem<T> with_layout(Problem<T> p, int save, int threads, b
     return p;
 }
 
-struct Shape1 { // of householder
+struct Shape1 { // sizes for householder
     Index batch, m, r, d, k;
-    double size = 1; // of the reflectors' entries
+    double size = 1; // scale of the reflectors' entries
     bool of_identity = false;
 };
 // d = 1, no reflections, ragged blocks, more reflections than dimensions, one row and many, few rows on a team, rows in parts,
@@ -269,7 +269,7 @@ template <class T> Report householder(Form form) {
     return report;
 }
 
-struct Shape2 { // of svd_linear: rows of x, W (n, m), reflections a side, singular values
+struct Shape2 { // sizes for svd_linear: rows of x, W (n, m), reflections a side, singular values
     Index rows, n, m, r, count, k;
 };
 const std::initializer_list<Shape2> svd_shapes = {
@@ -283,7 +283,7 @@ template <class T> struct SVDLinear {
     const Shape2 s;
     const Form form;
     const bool shared;
-    const Index U_count, V_count; // of reflectors
+    const Index U_count, V_count; // numbers of reflectors
     Numbers<T> x, U, V, sigma, bias, g;
     Numbers<W> out, dx, dU, dV, dsigma, dbias, dU_scale, dV_scale;
     W dsigma_scale, dbias_scale;
@@ -335,7 +335,7 @@ template <class T> struct SVDLinear {
         dsigma_scale = norm(inner) * norm(after), dbias_scale = norm(after) * std::sqrt(W(s.rows));
         finish(Q_U, Q_V, gU, gV, dsigma_scale);
     }
-    // The gradients as they are stored.
+    // The gradients in the layout of their storage.
     void finish(const Definition<T> &Q_U, const Definition<T> &Q_V, Numbers<W> &gU, Numbers<W> &gV, W size) {
         Q_U.clear_gradient(form, gU), Q_V.clear_gradient(form, gV);
         if (form == Form::compact) {
@@ -360,8 +360,8 @@ template <class T> struct SVDLinear {
         Problem<T> u{s.rows, U_count, s.n, form, false, s.k, panel_for(longest)};
         v.shares = u.shares = shared;
         SavedNumbers<T> saved[2];
-        const auto matrix = [](auto of) {
-            return Batch<std::remove_pointer_t<decltype(of.data)>>{of.data, 0, of.row_stride, of.column_stride};
+        const auto matrix = [](auto side) {
+            return Batch<std::remove_pointer_t<decltype(side.data)>>{side.data, 0, side.row_stride, side.column_stride};
         };
         Product<T> product[] = {{v, matrix(V_side()), saved[0].take(v, longest, 1, save), {}},
                                 {u, matrix(U_side()), saved[1].take(u, longest, 1, save), {}}};
@@ -403,7 +403,7 @@ template <class T> Report svd_linear(Form form, bool shared) {
     return report;
 }
 
-// h_t = f(x_t + W h_{t−1}) for sequences that are so many at each time.
+// h_t = f(x_t + W h_{t−1}) with a number of sequences for each time.
 template <class T, Activation f> struct RecurrenceCase {
     using W = Wide<T>;
     const Times times;
@@ -416,7 +416,7 @@ template <class T, Activation f> struct RecurrenceCase {
         x = random.draw<T>(times.rows() * h), g = random.draw<T>(times.rows() * h), h0 = random.draw<T>(batch() * h);
         weight = random.draw<T>(h * h, 1 / std::sqrt(double(h)));
         bias = random.draw<T>(h, 0.5);
-        for (T &b : bias) b = -std::abs(b); // with others modReLU jumps at 0, and rounding could decide to which side
+        for (T &b : bias) b = -std::abs(b); // for positive biases modReLU jumps at 0, and rounding could decide the side
         out = states();
         if (plant_error) x[0] += T(0.5);
     }
@@ -442,7 +442,7 @@ template <class T, Activation f> struct RecurrenceCase {
     }
 
   private:
-    // Where the state before that of a row is: among the states, or in h0.
+    // The state before a row's state: among the states, or in h0.
     const W *before(Index step, Index row, const Numbers<W> &out, const Numbers<W> &first) const {
         return row < times.size(step - 1) ? &out[std::size_t((times.start(step - 1) + row) * h)] : &first[std::size_t(row * h)];
     }
@@ -491,9 +491,9 @@ template <class T, Activation f> Report recurrence() {
         {{0, 5, 10, 13, 14}, true},
         {{0, 9, 18, 27, 36, 40}, false},
     };
-    for (const Times &of : all_times)
+    for (const Times &times : all_times)
         for (const Index h : {1, 5, 33, 130}) {
-            const RecurrenceCase<T, f> problem(of, h);
+            const RecurrenceCase<T, f> problem(times, h);
             for (const bool column_major : {false, true})
                 for (const int threads : {1, 3}) problem.run(column_major, threads, report);
         }

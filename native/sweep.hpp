@@ -13,20 +13,20 @@ namespace fasth {
 // One member's part of the work on one matrix. A column of x, with its rows side by side, is a row in here.
 template <class T> class Sweep {
   public:
-    // The memory that a team shares: where members put their sums for each other, (members, sets, K, lane stride). Three in
-    // turn, since a member prepares the next block while another may still read what it had for the last.
+    // Memory shared by a team: the members' sums, (members, sets, K, lane stride). Three buffers are used in turn, since a
+    // member prepares the next block while another may still read its sums of the last block.
     struct Shared {
         T *sums[3];
         Index sum_size;
     };
-    struct Own : Scratch<T> { // a member's
-        Block<T> blocks[2];      // the block at work and the next
+    struct Own : Scratch<T> { // memory of one member
+        Block<T> blocks[2];      // the current block and the next
         T *rows[2];              // x or a gradient, and the output: each (panels, panel, lane stride)
         T *spare;                // the same, for a gradient before and after a block
         T *S, *Zt, *Z, *R;
-        const T **current, **before; // where the rows of each panel are at present, and were before the block at work
+        const T **current, **before; // the rows of each panel now, and before the current block
     };
-    // `back`: with a second set of rows, and memory for the gradient of V.
+    // `back`: allocates a second set of rows, and memory for the gradient of V.
     static Shared take_shared(const Problem<T> &p, int members, bool back, Carver &carver) {
         const Index size = (1 + back) * p.lane_stride() * p.K();
         const auto sums = [&] { return carver.take<T>(members * size); };
@@ -54,8 +54,8 @@ template <class T> class Sweep {
             FASTH_PHASE(rows);
             T *const panel = own.rows[set] + q * p.panel_size();
             if (set == 0) own.current[q] = panel;
-            if (p.m == 0) return; // such a source has no memory
-            Index done = 0; // rows that are there already
+            if (p.m == 0) return; // a source without rows has no memory
+            Index done = 0; // rows that are loaded
             if (source.row_stride == 1) {
                 for (Index c = 0; c < width; ++c)
                     std::memcpy(panel + c * stride, &source(0, column + c), sizeof(T) * std::size_t(p.m));
@@ -84,7 +84,7 @@ template <class T> class Sweep {
         });
     }
 
-    // The rows of another product, each column times its entry of the diagonal, and zeros where that has none.
+    // Loads the rows of another product, each column times its entry of the diagonal; columns without an entry are zero.
     void load_scaled(const Sweep &from, const Diagonal<T> &diagonal) {
         for_panels([&](Index q, Index column, Index width) {
             T *const panel = own.rows[0] + q * p.panel_size();
@@ -106,7 +106,7 @@ template <class T> class Sweep {
             own.current[q] = panel;
         });
     }
-    // The sums of the rows, which were loaded from `source`.
+    // Sums over the rows that were loaded from `source`.
     void sum_columns(Strided<const T>, T *sums) const {
         for_panels([&](Index q, Index column, Index width) {
             for (Index c = 0; c < width; ++c)
@@ -125,7 +125,7 @@ template <class T> class Sweep {
         });
     }
 
-    // The rows times Qᵀ, or Q if p.transpose.
+    // Multiplies the rows by Qᵀ, or by Q if p.transpose.
     void forward() {
         const auto begin_block = [&](Index step, const Block<T> &at) {
             const Index first = p.first_row(at.number);
@@ -147,44 +147,44 @@ template <class T> class Sweep {
         run(p.transpose, 1, begin_block, [](const Block<T> &) {});
     }
 
-    // The rows, a gradient of the output, become that of x, which is stored if it is wanted (data); likewise the gradient of
-    // V, which needs the output in the second set of rows.
+    // Turns the rows from the gradient of the output into the gradient of x, and stores it if dx has data. Computes the
+    // gradient of V if dV has data; this needs the output in the second set of rows.
     void backward(Strided<T> dx, Strided<T> dV) {
         const bool ascending = !p.transpose;
-        const Backward of(*this, dV);
+        const Backward plan(*this, dV);
         const auto begin_block = [&](Index step, const Block<T> &at) {
             multiply_by_T(at.number, ascending, S, own.Zt);
-            if (of.sets == 2) multiply_by_T(at.number, ascending, S + K * stride, output_Zt());
-            if (step + 1 < p.blocks()) { // another member may have saved them
+            if (plan.sets == 2) multiply_by_T(at.number, ascending, S + K * stride, output_Zt());
+            if (step + 1 < p.blocks()) { // T and Z may be in another member's cache
                 const Index next = p.block_at(step + 1, ascending);
                 prefetch_T(next);
                 if (saved.Z && dV.data) prefetch<false>(saved.Z_of(next), lanes, K, K);
             }
-            if (of.at_once) begin_gradient(of, at);
-            return [=, &of, &at](Index q, Index from, Index to) {
-                if (of.at_once) gradient_of_panel(of, at, q, from, to, current(q));
+            if (plan.at_once) begin_gradient(plan, at);
+            return [=, &plan, &at](Index q, Index from, Index to) {
+                if (plan.at_once) gradient_of_panel(plan, at, q, from, to, current(q));
                 T *const mine = own.rows[0] + q * p.panel_size();
-                T *const after = of.later && current(q) == mine ? own.spare + q * p.panel_size() : mine;
+                T *const after = plan.later && current(q) == mine ? own.spare + q * p.panel_size() : mine;
                 update(at, q, from, to, own.Zt, current(q), after);
                 own.before[q] = current(q);
                 own.current[q] = after;
                 T *const output = own.rows[1] + q * p.panel_size();
-                if (of.sets == 2)
+                if (plan.sets == 2)
                     update(at, q, from, to, output_Zt(), output, output);
-                else if (of.runs_back)
+                else if (plan.runs_back)
                     update(at, q, from, to, output_Zt(), output, output, Result::add);
             };
         };
         const auto finish_block = [&](const Block<T> &at) {
-            if (!of.later) return;
-            begin_gradient(of, at);
+            if (!plan.later) return;
+            begin_gradient(plan, at);
             reflectors.for_panels(at.number, [&](Index q, Index from, Index to) {
-                gradient_of_panel(of, at, q, from, to, own.before[q]);
+                gradient_of_panel(plan, at, q, from, to, own.before[q]);
                 prefetch_sums();
             });
         };
-        run(ascending, of.sets, begin_block, finish_block);
-        if (dV.data) of.gradient.finish(team);
+        run(ascending, plan.sets, begin_block, finish_block);
+        if (dV.data) plan.gradient.finish(team);
         if (dx.data) store(dx);
     }
 
@@ -197,20 +197,20 @@ template <class T> class Sweep {
     const Saved<T> saved;
     const Columns columns;
     const Reflectors<T> reflectors;
-    const Index K, lanes, stride; // the stride is that from one column of x to the next
+    const Index K, lanes, stride; // stride: from one column of x to the next
     const T *S = nullptr;          // Sᵀ: (K, lanes) for each set of rows
-    int turn = 0;                  // which place for sums is next
-    Index awaited = 0;             // how many sums of each other member are on their way
+    int turn = 0;                  // the next buffer for sums
+    Index awaited = 0;             // number of sums expected from each other member
     T *awaited_sums = nullptr;
-    bool fetched = true;           // whether they have been asked for
+    bool fetched = true;           // true if these sums were prefetched
 
     const T *current(Index panel) const { return own.current[panel]; } // (panel, lane stride)
-    // action(panel, its first column, how many) on every panel.
+    // Calls action(panel, first column, number of columns) for every panel.
     template <class Action> void for_panels(const Action &action) const {
         for (Index q = 0; q < columns.panels; ++q) action(q, columns.column(q), columns.width(q));
     }
     void put_sum(T &place, T sum) const { place = p.continues ? place + sum : sum; }
-    template <class Entry> static T sum_of(Index count, const Entry &entry) { // several sums at once, then these
+    template <class Entry> static T sum_of(Index count, const Entry &entry) { // several partial sums, then their sum
         constexpr Index width = packet_size<T>;
         T sums[width] = {}, sum = 0;
         Index i = 0;
@@ -221,37 +221,37 @@ template <class T> class Sweep {
         return sum;
     }
 
-    // How the gradient of V is found. Without A the output runs back beside its gradient; without Z too, Z is found again.
-    // The other members wait for the sums of the next block, not for ∂Y: so with A a team does first what they wait for.
+    // How the gradient of V is computed. Without A the output runs back beside its gradient; without Z, Z is recomputed too.
+    // Other members wait for the sums of the next block, not for ∂Y: so with A a team computes these sums first.
     struct Backward {
         const Gradient<T> gradient;
         const bool runs_back, later, at_once;
-        const int sets; // of rows that are multiplied by Yᵀ
+        const int sets; // number of sets of rows that are multiplied by Yᵀ
 
-        Backward(const Sweep &of, Strided<T> dV)
-            : gradient(of.p, of.reflectors, of.own, dV), runs_back(dV.data && !of.p.has_A),
-              later(dV.data && !runs_back && of.team.size > 1), at_once(dV.data && !later),
-              sets(runs_back && !of.saved.Z ? 2 : 1) {}
+        Backward(const Sweep &sweep, Strided<T> dV)
+            : gradient(sweep.p, sweep.reflectors, sweep.own, dV), runs_back(dV.data && !sweep.p.has_A),
+              later(dV.data && !runs_back && sweep.team.size > 1), at_once(dV.data && !later),
+              sets(runs_back && !sweep.saved.Z ? 2 : 1) {}
     };
     T *output_Zt() const { return own.Zt + K * stride; }
-    void begin_gradient(const Backward &of, const Block<T> &at) const {
+    void begin_gradient(const Backward &plan, const Block<T> &at) const {
         const Index first = p.first_row(at.number), start = first * K;
         transpose<T>(K, lanes - first, {own.Zt + first, stride}, {own.R + start, K});
-        if (of.sets == 2) { // the other direction gives −Z
+        if (plan.sets == 2) { // the other direction gives −Z
             transpose<T>(K, lanes - first, {output_Zt() + first, stride}, {own.Z + start, K});
             for (Index i = start; i < lanes * K; ++i) own.Z[i] = -own.Z[i];
-        } else if (of.runs_back) {
+        } else if (plan.runs_back) {
             transpose<T>(lanes - first, K, {saved.Z_of(at.number) + start, K}, {output_Zt() + first, stride});
         }
-        of.gradient.begin(at, Z_of(at), own.R, team);
+        plan.gradient.begin(at, Z_of(at), own.R, team);
     }
-    void gradient_of_panel(const Backward &of, const Block<T> &at, Index q, Index from, Index to, const T *g) const {
-        of.gradient.of_panel(at, q, from, to, Z_of(at), own.R, g, after_block(at, q));
+    void gradient_of_panel(const Backward &plan, const Block<T> &at, Index q, Index from, Index to, const T *g) const {
+        plan.gradient.of_panel(at, q, from, to, Z_of(at), own.R, g, after_block(at, q));
     }
 
     const T *Z_of(const Block<T> &at) const { return saved.Z ? saved.Z_of(at.number) : own.Z; }
     void prefetch_T(Index block) const { prefetch<false>(saved.T_of(block), 1, 0, K * K); }
-    // A panel of A, and a request for the next.
+    // A panel of A; prefetches the next.
     template <bool to_write> T *saved_panel(Index block, Index q) const {
         T *const A = saved.A_at(p.place(block));
         if (reflectors.far && q + 1 < columns.panels) prefetch<to_write>(A + columns.column(q + 1) * stride, 1, 0, p.panel_size());
@@ -262,9 +262,9 @@ template <class T> class Sweep {
         return !p.has_A || p.acts_last(at.number) ? own.rows[1] + q * p.panel_size() : saved_panel<false>(at.number, q);
     }
 
-    // One block after the other: S = rows · Yᵀ is summed over the team; begin_block(step, block) makes of it what the block
-    // needs, and returns what to do to a panel, after which the panel's part of the next S is computed, while it is in the
-    // cache. finish_block(block) for the block before fills the time until the others' sums are there.
+    // Loops over the blocks: S = rows · Yᵀ is summed over the team; begin_block(step, block) prepares the block from S and
+    // returns a function that updates a panel. The panel's part of the next S is computed next, while the panel is in
+    // the cache. finish_block(block) of the previous block fills the time until the other members' sums arrive.
     template <class Begin, class Finish> void run(bool ascending, int sets, const Begin &begin_block, const Finish &finish_block) {
         if (p.blocks() == 0) return;
         Block<T> block[2] = {own.blocks[0], own.blocks[1]}, *at = &block[0], *next = &block[1];
@@ -292,7 +292,7 @@ template <class T> class Sweep {
     }
     void prepare(Block<T> &at, Index block) const { reflectors.prepare(at, block, saved.scales(block)); }
 
-    // This member's place for the sums of the next block, at zero.
+    // This member's buffer for the sums of the next block, set to zero.
     T *begin_sums(int sets) {
         T *const mine = shared.sums[turn] + team.rank * shared.sum_size;
         std::fill(mine, mine + sets * K * stride, T(0));
@@ -305,14 +305,14 @@ template <class T> class Sweep {
         team.arrive();
         fetched = team.size == 1;
     }
-    // Sums of other members travel from core to core while something else is done.
+    // Prefetches other members' sums, which move from core to core during other work.
     void prefetch_sums() {
         if (fetched || !team.complete()) return;
         for (int member = 0; member < team.size; ++member)
             if (member != team.rank) prefetch<false>(awaited_sums + member * shared.sum_size, 1, 0, awaited);
         fetched = true;
     }
-    // S: the sums of all members, in the same order for all.
+    // S: adds the sums of all members, in the same order on every member.
     void reduce_sums() {
         FASTH_PHASE(barrier);
         S = awaited_sums;
@@ -337,7 +337,7 @@ template <class T> class Sweep {
                        {sum + first, stride}, {sum + first, stride});
         }
     }
-    // after = rows − Yᵀ Zᵀ in one panel, or + if that is the result, on the columns that the block reaches.
+    // after = rows − Yᵀ Zᵀ in one panel, or + if `result` is add, on the columns that the block reaches.
     void update(const Block<T> &at, Index q, Index from, Index to, const T *Zt, const T *rows, T *after,
                 Result result = Result::subtract) const {
         FASTH_PHASE(update);
@@ -348,7 +348,7 @@ template <class T> class Sweep {
                    {after + start, stride});
         if (from && after != rows) std::memcpy(after, rows, sizeof(T) * std::size_t(from * stride));
     }
-    // Zᵀ = (S T)ᵀ if `upper`, else (S Tᵀ)ᵀ: (K, lanes), from the first row on that changes.
+    // Zᵀ = (S T)ᵀ if `upper`, else (S Tᵀ)ᵀ: (K, lanes), from the first changed row on.
     void multiply_by_T(Index block, bool upper, const T *St, T *Zt) const {
         FASTH_PHASE(Z);
         const T *const block_T = saved.T_of(block);

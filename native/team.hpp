@@ -12,9 +12,9 @@
 
 namespace fasth {
 
-// The members of a team run the same code, each on its own columns or rows. A barrier has two halves: a member arrives when
-// what the others need is written, does what needs no one else, and only then waits. Waiting spins, since all arrive within
-// microseconds of each other, and yields where they do not: more threads than processors.
+// The members of a team run the same code, each on its own columns or rows. A barrier has two halves: a member arrives after
+// writing the data that others need, does independent work, and only then waits. Waiting spins, since members arrive within
+// microseconds of each other, and yields if they do not, as with more threads than processors.
 class Team {
   public:
     struct Barrier {
@@ -44,8 +44,8 @@ class Team {
         wait();
     }
 
-    // Whether item `number` is this member's. Items are dealt out to and fro, 0 1 1 0 0 1 1 0 for two, so that no member has
-    // the larger one of every pair.
+    // True if item `number` is this member's. Items are dealt out to and fro, 0 1 1 0 0 1 1 0 for two members, so that no
+    // member gets the larger item of every pair.
     bool owns(Index number) const {
         const int place = int(number % (2 * size));
         return rank == std::min(place, 2 * size - 1 - place);
@@ -62,10 +62,10 @@ class Team {
     }
 };
 
-// OpenMP's threads do not survive a fork, and starting them anew in the child would wait for ever.
+// OpenMP's threads do not survive a fork, and starting them in the child would wait forever.
 inline std::atomic<bool> forked{false};
 
-// run(thread) on so many threads at once. False, and nothing is run, if there are fewer, as inside another parallel region.
+// Calls run(thread) on `threads` threads. Returns false and runs nothing if there are fewer, as inside a parallel region.
 template <class Run> bool on_threads(int threads, const Run &run) {
     if (threads == 1) return run(0), true;
     std::atomic<bool> complete{false};

@@ -15,7 +15,7 @@ namespace fasth {
 
 namespace nb = nanobind;
 
-// DLManagedTensorVersioned and DLPackExchangeAPI of DLPack's version 1. Reading a tensor lends its sizes and strides, and
+// DLManagedTensorVersioned and DLPackExchangeAPI of DLPack's version 1. Reading a tensor borrows its sizes and strides, and
 // allocates nothing.
 struct Managed {
     std::uint32_t major, minor;
@@ -32,21 +32,21 @@ struct ExchangeTable {
     void *stream;
 };
 
-// What is needed of the running PyTorch. It stays for as long as the process does.
+// Functions of the running PyTorch. They are kept until the process ends.
 struct Torch {
     PyObject *tensor, *parameter, *empty_like, *contiguous_empty_like;
     decltype(ExchangeTable::read) read;
     decltype(ExchangeTable::to_object) to_object;
 };
 inline Torch torch{};
-inline Pool &pool = *new Pool; // never destroyed: tensors may be freed as late as that
+inline Pool &pool = *new Pool; // never destroyed, since tensors may be freed at exit
 
 inline PyObject *owned(PyObject *object) {
     if (!object) throw nb::python_error();
     return object;
 }
 inline PyObject *interned(const char *name) { return owned(PyUnicode_InternFromString(name)); }
-// By vectorcall: the shorter names for it are not in the stable ABI.
+// Uses vectorcall, whose shorter names are not in the stable ABI.
 inline nb::object call(PyObject *function, nb::handle argument) {
     PyObject *const arguments[] = {argument.ptr()};
     return nb::steal(owned(PyObject_Vectorcall(function, arguments, 1, nullptr)));
@@ -60,7 +60,7 @@ inline nb::object call_method(nb::handle object, PyObject *name, nb::handle argu
     return nb::steal(owned(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
 }
 
-// A tensor, or None: then nothing but `here` and `data` may be asked for.
+// A tensor, or None, for which only `here` and `data` may be called.
 class Tensor {
   public:
     nb::object object;
@@ -86,7 +86,7 @@ class Tensor {
         for (int i = 0; i < view.ndim; ++i) count *= view.shape[i];
         return count;
     }
-    // All dimensions but the last, as one.
+    // The product of all dimensions but the last.
     Index rows() const { return size(-1) ? numel() / size(-1) : 0; }
     bool has_shape(std::initializer_list<Index> shape) const {
         return dims() == int(shape.size()) && std::equal(shape.begin(), shape.end(), view.shape);
@@ -100,7 +100,7 @@ class Tensor {
         return true;
     }
     template <class T> bool of() const { return view.dtype.code == floating && view.dtype.bits == 8 * sizeof(T); }
-    // Whether the core can read it. Zeros that are not stored have no memory, nor has a tensor once it was freed.
+    // True if the core can read the tensor. Zero tensors without storage and freed tensors have no memory.
     bool on_cpu() const { return view.device.device_type == int(nb::device::cpu::value); }
     std::string type_name() const { // "float32 on the CPU"
         const int code = view.dtype.code, bits = view.dtype.bits;
@@ -113,13 +113,13 @@ class Tensor {
     }
     nb::object or_none() const { return here() ? object : nb::none(); }
 
-    // The same numbers, row-major.
+    // The tensor itself if it is row-major, else a row-major copy.
     Tensor as_contiguous() && {
         static PyObject *const method = interned("contiguous");
         return !here() || contiguous() ? std::move(*this) : Tensor(call_method(object, method));
     }
 
-    // New ones of the same dtype: with this shape, row-major; with this shape and these strides; with another last dimension.
+    // New tensors of the same dtype: with this shape, row-major; with this shape and strides; with another last dimension.
     Tensor new_contiguous() const { return Tensor(call(contiguous() ? torch.empty_like : torch.contiguous_empty_like, object)); }
     Tensor new_like() const { return Tensor(call(torch.empty_like, object)); }
     Tensor new_with_last(Index last) const {
@@ -130,14 +130,14 @@ class Tensor {
             PyTuple_SetItem(shape.ptr(), i, owned(PyLong_FromLongLong(i + 1 < dims() ? size(i) : last)));
         return Tensor(call_method(object, method, shape));
     }
-    // A gradient comes and goes with every step. A large one has memory of the pool, as long as that has room for other
-    // things besides.
+    // Gradients are allocated at every step. Large gradients are allocated from the pool, if it has room for other tensors
+    // too.
     Tensor new_gradient() const {
         const std::size_t size = std::size_t(numel()) * view.dtype.bits / 8;
         const bool pays = size >= std::size_t(1) << 20 && size <= Pool::most_bytes / 2;
         return pays && contiguous() && dims() <= most_pooled_dims ? new_pooled(view.shape, dims()) : new_like();
     }
-    // Row-major, in memory of the pool.
+    // A row-major tensor in memory of the pool.
     Tensor new_pooled(std::initializer_list<std::int64_t> shape) const { return new_pooled(shape.begin(), int(shape.size())); }
     Tensor new_pooled_with_last(Index last) const {
         if (dims() > most_pooled_dims) return new_with_last(last);
@@ -182,7 +182,7 @@ class Tensor {
     }
 };
 
-// Whether every argument that is not None is an unwrapped CPU tensor, float32 or float64, all of one dtype.
+// True if every argument that is not None is an unwrapped CPU tensor, all of them float32 or all float64.
 inline bool accepts(const nb::args &arguments) {
     static PyObject *const is_neg = interned("is_neg");
     int bits = 0;

@@ -7,7 +7,7 @@
 
 namespace fasth {
 
-// Hands out pieces of a workspace one after the other. Without memory it only counts what the same calls will need.
+// Hands out pieces of a workspace one after the other. Without memory it only counts the size that the same calls will need.
 class Carver {
   public:
     explicit Carver(char *memory = nullptr) : memory(memory) {}

@@ -1,4 +1,4 @@
-"""The functions behind every layer, x Qᵀ and x Wᵀ: each checks its arguments, makes a plan, and runs it.
+"""The functions behind every layer, x Qᵀ and x Wᵀ. Each checks its arguments, makes a plan, and runs the plan.
 
 A plan (``reflections/plan.py``) applies the reflections, or, for many rows, forms Q or W first. Reflections are
 applied by the compiled core on the CPU, by the Triton kernels on a GPU where they are the fastest, and by PyTorch's
@@ -38,16 +38,16 @@ def householder(
 
     Args:
         x: (*, d), or (*b, m, d) where V is batched.
-        V: (r, d), or (*b, r, d) with one Q for each entry of the batch; b broadcasts against that of x.
-        transpose: multiply by Qᵀ = Q⁻¹ instead, x Q.
-        triangular: take row i of V to be zero left of column i, whatever stands there. Half the work; d such reflectors
-            reach every orthogonal matrix up to the signs of its columns.
-        block_size: how many reflections are handled as one, k, at most d. It changes the speed, not the result.
+        V: (r, d), or (*b, r, d) with one Q for each entry of the batch; b broadcasts against the batch of x.
+        transpose: if True, computes x Q instead, a product with Qᵀ = Q⁻¹.
+        triangular: if True, entries of V left of the diagonal are treated as zero, whatever their values. This halves
+            the work; d such reflectors represent every orthogonal matrix up to the signs of its columns.
+        block_size: k, the number of reflections applied together, at most d. It affects the speed, not the result.
 
     Returns:
         (*, d), the shape of x broadcast against the batch of V, in x's dtype.
 
-    About 4·r·d operations per row of x and direction, half of that if ``triangular``, and r/k + O(log k) matrix
+    About 4·r·d operations per row of x and direction, 2·r·d if ``triangular``, and r/k + O(log k) matrix
     products in sequence. Between forward and backward it saves at most twice the memory of x and V together, and a
     copy of the output, which may be changed in place.
 
@@ -98,15 +98,15 @@ def svd_linear(
 
     Args:
         x: (*, m).
-        U: (·, n), the reflectors of Q_U, of the given form, as in ``reflect``. None of them, (0, n), is the identity.
+        U: (·, n), the reflectors of Q_U, of form ``form``, as in ``reflect``. With none, (0, n), Q_U is the identity.
         sigma: (k,) with k ≤ min(n, m), of any sign; or None: min(n, m) ones.
-        V: (·, m), the reflectors of Q_V. Left out, U is the (n, m) matrix that holds both, compact: V's as its rows
-            right of the diagonal, U's as its columns below it.
+        V: (·, m), the reflectors of Q_V. If None, U: (n, m) holds the compact reflectors of both sides: V's in its rows
+            right of the diagonal, U's in its columns below the diagonal.
         bias: (n,).
         form: with "compact" reflectors, sigma_i is multiplied by the signs of the entries (i, i) of U and V, or of the
-            matrix that holds both: −1 where that is negative. Their gradient is ``with_sign_guard``'s.
-        signs: (1, k) or (2, k): sigma_i is multiplied by the signs of column i too. Full reflectors have them apart.
-        of_identity: x is the identity, to form W.
+            shared matrix: −1 for a negative entry. ``with_sign_guard`` defines the gradient of these entries.
+        signs: (1, k) or (2, k): sigma_i is also multiplied by column i of ``signs``, for full reflectors.
+        of_identity: True if x is the identity, to form W.
 
     Returns:
         (*, n).
@@ -128,19 +128,19 @@ def svd_linear(
         return F.linear(F.linear(x, A), B, bias)
     if plan.backend in (CORE, TRITON):
         return SVDLinear.apply(x, U, sigma, None if plan.symmetric else V, bias, signs, plan)
-    _check_one_dtype(x, U, sigma, V, bias)  # the others take tensors of one dtype only
+    _check_one_dtype(x, U, sigma, V, bias)  # the other backends need tensors of one dtype
 
     def multiply(x: Tensor, V: Tensor, form: int, transpose: bool) -> Tensor:
-        last = plan.copy_output and bias is None and not transpose  # the caller gets this product
+        last = plan.copy_output and bias is None and not transpose  # this product is returned to the caller
         return _multiply(x, V, form, transpose, internal=not last) if len(V) or V.requires_grad else x
 
     return svd_by_products(multiply, x, U, sigma, V, bias, plan.form)
 
 
 def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact") -> Tensor:
-    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from its thin factors.
+    """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from thin factors.
 
-    On a GPU both sides in one matrix are formed at once, unless the kernels take them: see ``reflections/formed.py``.
+    On a GPU both sides in one matrix are formed at once, unless Triton kernels are used: see ``reflections/formed.py``.
     """
     _refuse_tracing()
     if autocast_enabled(U):
@@ -170,8 +170,8 @@ def svd_thin(
 ) -> tuple[Tensor, Tensor]:
     """A: (k, m) and B: (n, k) with W = B A as in ``svd_linear``: A = diag(sigma) Q_V[:, :k]ᵀ and B = Q_U[:, :k].
 
-    By applying the reflections to k rows of the identity: 4·k·(r_U·n + r_V·m) operations, after which a row takes
-    2·k·(n + m). A carries the signs of both sides.
+    Applies the reflections to k rows of the identity: 4·k·(r_U·n + r_V·m) operations. A product of a row with both
+    factors then takes 2·k·(n + m). A includes the signs of both sides.
     """
     _refuse_tracing()
     if autocast_enabled(U):
@@ -204,7 +204,7 @@ def _reflect(
 def _multiply(
     x: Tensor, V: Tensor, form: int, transpose: bool, block_size: int | None = None, *, internal: bool = False
 ) -> Tensor:
-    """x Qᵀ, or x Q. ``internal``: the caller does not pass the result on as it is."""
+    """x Qᵀ, or x Q. ``internal``: the caller does not return the result itself to the user."""
     if V.ndim > 2:
         rows, reflectors, shape = _batched(x, V)
         plan = plan_householder(rows, reflectors, form, transpose, block_size, internal=internal)
@@ -217,18 +217,18 @@ def _multiply(
 
 
 def first_rows_of(V: Tensor, rows: int, form: str, block_size: int | None = None) -> Tensor:
-    """The first rows of Qᵀ: (rows, d), from those of the identity.  V: (r, d)."""
+    """The first rows of Qᵀ: (rows, d), by applying the reflections to rows of the identity.  V: (r, d)."""
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     return run_householder(eye, V, plan_householder(eye, V, FORMS.index(form), False, block_size, of_identity=True))
 
 
 def run_householder(x: Tensor, V: Tensor, plan: Plan) -> Tensor:
     if plan.backend not in (CORE, TRITON):
-        _check_tensors(x, V)  # the others take tensors of one dtype only
+        _check_tensors(x, V)  # the other backends need tensors of one dtype
     if plan.backend == COMPOSED:
         return compose(x, V, plan.form, plan.transpose, plan.block_size)
     if plan.backend == TORCH and V.ndim == 2:
-        # Reshaped out here, since a view that a custom Function returns cannot be changed in place.
+        # Reshaped here, since a view that is returned by a custom Function cannot be changed in place.
         return Householder.apply(x.reshape(1, -1, x.shape[-1]), V, plan).reshape(x.shape)
     return Householder.apply(x, V, plan)
 

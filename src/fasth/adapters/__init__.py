@@ -1,4 +1,4 @@
-"""Fine-tuning by few parameters: adapters beside frozen layers, which start as the identity and merge into the weights.
+"""Parameter-efficient fine-tuning: adapters beside frozen layers. They start as the identity and merge into weights.
 
 model = adapters.add(model, "reflections", r=8, target=("q_proj", "v_proj"))
 optimizer = torch.optim.AdamW(fasth.param_groups(model, lr=1e-3))

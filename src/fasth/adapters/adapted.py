@@ -1,4 +1,4 @@
-"""A layer with its adapters: what stands in the model in the layer's place."""
+"""A layer with its adapters, which replaces the layer in the model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fasth.adapters.layers import Matrices, matrices_of
 
 
 class Adapted(nn.Module):
-    """A frozen layer, ``base``, and its adapters by name, of which the active ones act, each on what those before make.
+    """A frozen layer, ``base``, and its adapters by name. Active adapters apply in order, each to the previous result.
 
-    ``weight`` and ``bias`` are those of a plain layer that computes the same. Other attributes that are missing here,
-    such as ``in_features`` or ``stride``, are the base's.
+    ``weight`` and ``bias`` belong to a plain layer that computes the same. Attributes missing here, such as
+    ``in_features`` or ``stride``, are looked up in the base.
     """
 
     base: nn.Module
@@ -25,14 +25,14 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base, self.adapters = base, nn.ModuleDict()
-        self.active: tuple[str, ...] = ()  # in the order in which they act
-        self.merged: tuple[str, ...] = ()  # into the base, which then acts alone
+        self.active: tuple[str, ...] = ()  # in the order in which they apply
+        self.merged: tuple[str, ...] = ()  # adapters merged into the base, which is then called alone
         self.enabled = True
         self.train(base.training)
         self.register_load_state_dict_pre_hook(_take_plain_state)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The base's output as the active adapters change it. Arguments are those of the base."""
+        """The base's output, changed by the active adapters. Takes the arguments of the base."""
         layer: Layer = self.base
         for adapter in self.acting():
             layer = partial(adapter, layer)
@@ -56,7 +56,7 @@ class Adapted(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of such a layer."""
+        """The bias of a plain layer that computes the same."""
         bias: Any = self.base.bias
         adapters = self.acting()
         if bias is None or not adapters:
@@ -70,7 +70,7 @@ class Adapted(nn.Module):
         return W, bias
 
     def matrices(self) -> Matrices:
-        """How the base's weight is read as matrices."""
+        """The conversion of the base's weight to matrices."""
         found = matrices_of(self.base)
         if isinstance(found, str):
             raise AttributeError(f"no dense weight is made of an adapted {type(self.base).__name__}: {found}")
@@ -93,7 +93,7 @@ class Adapted(nn.Module):
 
 @torch.no_grad()
 def _take_plain_state(layer: Adapted, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Called before a state_dict is loaded: the tensors of a plain layer in it are those of the base."""
+    """Called before a state_dict is loaded: renames the tensors of a plain layer to tensors of the base."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if not name.startswith(("base.", "adapters.")):

@@ -19,7 +19,7 @@ CONVOLUTION_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "padding_
 
 
 class Beside(Adapter):
-    """y = layer(x) + D x with D: (n, m) = U diag(σ) Vᵀ of r singular values, zero at the start."""
+    """y = layer(x) + D x with D = U diag(σ) Vᵀ: (n, m), which has r singular values, initially zero."""
 
     def forward(self, layer: Layer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """layer(x) + D x."""
@@ -52,7 +52,7 @@ class ThinSVD(Beside):
         nn.init.zeros_(self.svd.sigma)
 
     def restart(self) -> None:
-        """New U and V, and σ = 0."""
+        """Initializes U and V anew, and sets σ = 0."""
         self.svd.reset_parameters()
         nn.init.zeros_(self.svd.sigma)
 
@@ -80,22 +80,22 @@ class SingularValues(Beside):
         self.register_buffer("U", U[:, :k].to(dtype).contiguous(), persistent=False)
         self.directions = _like(layer, dict(zip(CONVOLUTIONS, CONVOLUTIONS, strict=True)), nn.Linear, k, device, dtype)
         shape = self.directions.weight.shape
-        del self.directions.weight  # a parameter, in place of which there is a constant
+        del self.directions.weight  # replaced by a buffer, since it is constant
         self.directions.register_buffer("weight", Vh[:k].to(dtype).reshape(shape), persistent=False)
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """D, whose singular values are the change of the layer's."""
+        """Yields D, whose singular values are the change of the layer's singular values."""
         shape = len(self.U), self.directions.weight[0].numel()
         yield HeldWeight("", shape, self.U, self.delta, None, "full", free())
 
     def restart(self) -> None:
-        """The singular values are those that they were changed to."""
+        """Makes the changed singular values the initial ones: σ ← σ + δ, δ ← 0."""
         with torch.no_grad():
             self.sigma.add_(self.delta)
             self.delta.zero_()
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Refuses the singular values of another weight."""
+        """Loads δ. Raises ValueError if the adapter was saved for a weight with other singular values."""
         expected = self.sigma.cpu().double()
         if not torch.allclose(tensors["sigma"].cpu().double(), expected, rtol=1e-2, atol=1e-3 * expected.max().item()):
             raise ValueError("the adapter was saved for a weight with other singular values")
@@ -113,19 +113,19 @@ class SingularValues(Beside):
 
 
 def thin_svd(layer: Any, *, r: int = 8, device: Any, dtype: Any) -> ThinSVD:
-    """A thin SVD of rank r."""
+    """Makes an adapter with a thin SVD of rank r."""
     return ThinSVD({"r": check_rank(r)}, layer, r, device, dtype)
 
 
 def singular_values(layer: Any, *, r: int | None = None, device: Any, dtype: Any) -> SingularValues:
-    """The r largest singular values, by default all."""
+    """Makes an adapter of the r largest singular values, by default all."""
     return SingularValues({"r": None if r is None else check_rank(r)}, layer, r, device, dtype)
 
 
 def _like(layer: Any, convolutions: dict[Any, Any], linear: Any, r: int, device: Any, dtype: Any) -> Any:
-    """For a convolution, one of the class that belongs to its own; for all else, ``linear``.
+    """Makes a layer like ``layer``: for a convolution, of the class in ``convolutions``; else of the class ``linear``.
 
-    An SVD layer has the sizes of the layer and the rank r, the others have r outputs. None has a bias.
+    An SVD layer has the sizes of ``layer`` and the rank r. A dense layer has r outputs. Neither has a bias.
     """
     features = features_of(layer)
     like: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}

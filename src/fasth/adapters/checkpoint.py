@@ -1,4 +1,4 @@
-"""Adapters in a file of their own, without the model."""
+"""Saves and loads adapters without the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *names: str) -> None:
-    """Writes the adapters of these names, by default all, to a safetensors file: their tensors, kinds and layers."""
+    """Writes the named adapters, by default all, to a safetensors file: their tensors, kinds and layers."""
     tensors: dict[str, Tensor] = {}
     adapters: dict[str, dict[str, Any]] = {}
     for where, adapted in named_adapted(model):
@@ -38,9 +38,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *names: str) -> None:
 
 
 def load(model: nn.Module, path: str | os.PathLike[str], *names: str, freeze: bool = True) -> nn.Module:
-    """Adds the adapters of a file that ``save`` wrote, those of these names or all, to a model with the same layers.
+    """Adds the named adapters, by default all, of a file written by ``save`` to a model with the same layers.
 
-    As with ``add``, the model is changed in place, and returned; the last adapter of the file is the active one.
+    The model is changed in place and returned, as by ``add``. The last adapter of the file becomes the active one.
     """
     with _safetensors().safe_open(path, framework="pt") as file:
         content = json.loads((file.metadata() or {}).get(FORMAT, "{}"))
@@ -54,13 +54,13 @@ def load(model: nn.Module, path: str | os.PathLike[str], *names: str, freeze: bo
         if not names or name in names:
             loaded[name] = {where: _loaded(model, where, name, made, tensors) for where, made in places.items()}
     for name, adapters in loaded.items():
-        found = dict(layers(model))  # anew: the first adapter of a layer takes its place
+        found = dict(layers(model))  # looked up again: the first adapter of a layer replaces the layer in the model
         model = attach(model, {found[where]: adapter for where, adapter in adapters.items()}, name, freeze)
     return model
 
 
 def _loaded(model: nn.Module, where: str, name: str, made: dict[str, Any], tensors: dict[str, Tensor]) -> Adapter:
-    """The adapter of one layer."""
+    """Makes the adapter of one layer, with the loaded tensors."""
     layer = dict(layers(model)).get(where)
     if layer is None or features_of(layer.base if isinstance(layer, Adapted) else layer) is None:
         raise ValueError(f"`model` should have a layer {where!r}, which the adapter {name!r} is for")
@@ -77,7 +77,7 @@ def _loaded(model: nn.Module, where: str, name: str, made: dict[str, Any], tenso
 
 
 def _key(where: str, name: str, key: str) -> str:
-    """As in the state_dict of the model."""
+    """The name of a tensor in the state_dict of the model."""
     return ".".join(part for part in (where, "adapters", name, key) if part)
 
 

@@ -1,4 +1,4 @@
-"""What every kind of adapter is: a module that calls a frozen layer, and the same done to that layer's weight."""
+"""The base class of adapters: each calls a frozen layer, and can be merged into the layer's weight."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Layer: TypeAlias = Callable[..., Tensor]
 
 
 class Adapter(nn.Module):
-    """One adapter of one layer: y = adapter(layer, x), and that layer's weight and bias as it makes them.
+    """One adapter of one layer: y = adapter(layer, x). ``merged`` returns the weight and bias that compute the same.
 
-    At the start, and after ``restart``, y = layer(x).
+    Initially, and after ``restart``, y = layer(x).
     """
 
     def __init__(self, kind: str, options: dict[str, Any]) -> None:
         super().__init__()
-        self.kind, self.options = kind, options  # what makes another adapter like this one
+        self.kind, self.options = kind, options  # arguments that make another adapter like this one
 
     def forward(self, layer: Layer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The output of the adapted layer, from a call of the layer."""
+        """The output of the adapted layer, computed by calling ``layer``."""
         raise NotImplementedError
 
     def merged(self, W: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -35,15 +35,15 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Makes the adapter what it was at its start, for a layer that it has been merged into."""
+        """Resets the adapter to the identity, after it was merged into its layer."""
         raise NotImplementedError
 
     def largest_angle(self) -> float | None:
-        """The largest angle by which it turns an activation, in degrees; None if it turns none."""
+        """The largest angle by which the adapter turns an activation, in degrees; None if it does not turn them."""
         return None
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the tensors of its state_dict, in any dtype."""
+        """Loads the tensors of the adapter's state_dict, in any dtype."""
         self.load_state_dict(tensors)
 
     def extra_repr(self) -> str:
@@ -61,6 +61,6 @@ def degrees(angles: Tensor) -> float:
 
 
 def dtype_beside(tensors: Any) -> torch.dtype:
-    """The dtype of an adapter of a layer with these tensors: float64 as theirs, or float32."""
+    """The dtype of an adapter of a layer with these tensors: float64 if they all are, else float32."""
     floating = [t.dtype for t in tensors if t.is_floating_point()]
     return torch.float64 if floating and all(dtype == torch.float64 for dtype in floating) else torch.float32

@@ -1,4 +1,4 @@
-"""The layers that can be adapted: how many features they take and give, and their weight as matrices."""
+"""The layers that can be adapted: their numbers of input and output features, and their weight as matrices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Features(NamedTuple):
 
     inputs: int
     outputs: int
-    axis: int  # of that dimension, from the end: −1, or −3 of an image
+    axis: int  # index of the dimension, from the end: −1, or −3 for images
 
 
 def features_of(layer: Any) -> Features | None:
-    """The features of a layer, or None if it is none that can be adapted.
+    """The features of a layer, or None if it cannot be adapted.
 
-    Known are the convolutions of ``torch.nn``, the ``Conv1D`` of transformers, and every class with the attributes
-    ``in_features`` and ``out_features``, quantized ones among them: these act on the last dimension.
+    Supported are the convolutions of ``torch.nn``, the ``Conv1D`` of transformers, and every class with the attributes
+    ``in_features`` and ``out_features``, including quantized layers; these classes act on the last dimension.
     """
     if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)):
         return Features(layer.in_channels, layer.out_channels, -1 - len(layer.kernel_size))
@@ -37,14 +37,14 @@ def features_of(layer: Any) -> Features | None:
 
 
 class Matrices(NamedTuple):
-    """How a dense weight is read as matrices (*p, n, m), one for each position p of a kernel, and written back."""
+    """Converts a dense weight to matrices (*p, n, m), one for each position p of a kernel, and back."""
 
     read: Callable[[Tensor], Tensor]
     write: Callable[[Tensor], Tensor]
 
 
 def matrices_of(layer: Any) -> Matrices | str:
-    """How the weight of a layer is read as matrices from input to output features, or why it cannot be."""
+    """The conversion of a layer's weight to matrices from input to output features, or the reason why there is none."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return f"{type(layer).__name__} has no dense weight"

@@ -1,4 +1,4 @@
-"""Adapters of a whole model: added, switched, disabled and removed."""
+"""Adds adapters to a model, switches, disables and removes them."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ def add(
     dtype: torch.dtype | None = None,
     freeze: bool = True,
 ) -> nn.Module:
-    """Puts adapters beside layers of ``model``, in place. The model computes what it did, and its weights are frozen.
+    """Adds adapters to layers of ``model``, in place. Its outputs stay the same, and its weights are frozen.
 
-    A layer is only called, so that it may be of any class with ``in_features`` and ``out_features``, quantized ones
-    among them, or a convolution. With W its weight, the kinds are
+    A layer may be of any class with ``in_features`` and ``out_features``, including quantized layers, or a convolution,
+    since an adapter only calls it. With W its weight, the kinds are
 
         "reflections": Q_out W Q_in, each Q a product of r reflections and constant signs: r·d numbers a side.
         "orthogonal": the same with any rotations, d² numbers a side of which half are used, or d·b in blocks of b.
         "singular values": U diag(σ + δ) Vᵀ, the r largest singular values of W changed: r numbers.
         "thin SVD": W + U diag(σ) Vᵀ with r singular values: r·(n + m + 1) numbers.
 
-    Of convolutions, the first two turn the channels.
+    For convolutions, the first two kinds turn the channels.
 
     Args:
-        model: any module. If it is a layer itself, use what is returned.
-        r: as above. By default 8, for "singular values" all; "orthogonal" has none.
+        model: any module. If it is a layer itself, use the returned module.
+        r: as above. The default is 8, or all for "singular values"; "orthogonal" has no r.
         target: a name as in ``model.named_modules()``, or the end of one in whole components ("q_proj"); a pattern
             ("layers.*.mlp.*", or a compiled regular expression for the whole name); a class; a function of a name and
             a module; or several of these. By default every layer that can be adapted.
-        name: of the adapter. It becomes the only active one: see ``use``.
-        side: what "reflections" and "orthogonal" turn: "input", which is the default, "output" or "both".
+        name: name of the adapter. It becomes the only active one: see ``use``.
+        side: the side of the layer that "reflections" and "orthogonal" turn: "input" (default), "output" or "both".
         block_size: b, a divisor of the number of features; by default one block.
-        dtype: of the parameters. By default float64 for a float64 layer and float32 for all others: products of
+        dtype: dtype of the parameters. By default float64 for a float64 layer and float32 for all others: products of
             reflections are computed in it, and rounded once to the dtype of the activations.
-        freeze: no parameter of the model but those of adapters is trained; what is to be, set free afterwards.
+        freeze: if True, only adapters require gradients. Parameters that are trained too have to be unfrozen later.
 
     Returns:
-        The model. If anything fails, it is as it was.
+        The model. If an error is raised, the model is unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -81,7 +81,7 @@ def add(
 
 
 def new_adapter(kind: str, layer: nn.Module, options: dict[str, Any], dtype: torch.dtype | None = None) -> Adapter:
-    """An adapter of a layer, on its device. Options that are None are those of the kind."""
+    """Makes an adapter of a layer, on its device. Options that are None have the kind's defaults."""
     if kind not in KINDS:
         raise ValueError(f"`kind` should be one of {', '.join(map(repr, KINDS))}; got {kind!r}")
     if dtype is not None and dtype not in DTYPES:
@@ -89,16 +89,16 @@ def new_adapter(kind: str, layer: nn.Module, options: dict[str, Any], dtype: tor
     base = layer.base if isinstance(layer, Adapted) else layer
     tensors = [*chain(base.parameters(), base.buffers())]
     device = tensors[0].device if tensors else None
-    given = {option: value for option, value in options.items() if value is not None}
+    chosen_options = {option: value for option, value in options.items() if value is not None}
     allowed = KINDS[kind].__kwdefaults__ or {}
-    if unknown := sorted(set(given) - set(allowed)):
+    if unknown := sorted(set(chosen_options) - set(allowed)):
         raise ValueError(f"{kind!r} has no `{unknown[0]}`")
-    adapter = KINDS[kind](base, **given, device=device, dtype=dtype or dtype_beside(tensors))
+    adapter = KINDS[kind](base, **chosen_options, device=device, dtype=dtype or dtype_beside(tensors))
     return adapter.train(layer.training)
 
 
 def attach(model: nn.Module, made: dict[nn.Module, Adapter], name: str, freeze: bool) -> nn.Module:
-    """Puts adapters of this name beside their layers, wherever the model has these, and makes the name active."""
+    """Adds the adapters in ``made`` to their layers under this name, and makes it the only active one."""
     if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
         raise ValueError(f"`name` should be a string without dots, and no method of nn.ModuleDict; got {name!r}")
     if freeze:
@@ -115,10 +115,10 @@ def attach(model: nn.Module, made: dict[nn.Module, Adapter], name: str, freeze: 
 
 
 def use(model: nn.Module, *names: str) -> nn.Module:
-    """Makes the adapters of these names the active ones, in this order, and their parameters the trained ones.
+    """Makes the named adapters the active ones, in this order, and their parameters the trained ones.
 
-    Each acts on what those before it make of a layer: with two that turn the input, W becomes (W Q₁) Q₂. Layers
-    without an adapter of some name go on without it. Without names the model is what it was before it was adapted.
+    Each adapter acts on the layer with the adapters before it: with two that turn the input, W becomes (W Q₁) Q₂. A
+    layer skips names that it has no adapter for. Without names, the model computes what it did before it was adapted.
     """
     found = dict(named_adapted(model))
     known = sorted({name for adapted in found.values() for name in adapted.adapters})
@@ -135,7 +135,7 @@ def use(model: nn.Module, *names: str) -> nn.Module:
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[nn.Module]:
-    """Within it no adapter acts: the model is what it was before it was adapted, exactly."""
+    """Context in which adapters are disabled: the model computes exactly what it did before it was adapted."""
     found = dict(named_adapted(model))
     _check_not_merged(found)
     before = {adapted: adapted.enabled for adapted in found.values()}
@@ -149,9 +149,9 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def remove(model: nn.Module, *names: str) -> nn.Module:
-    """Removes the adapters of these names, by default all. A layer that has none left is the plain layer again.
+    """Removes the named adapters, by default all. Layers without any adapter left become plain layers again.
 
-    What was merged stays in the weight: ``remove(merge(model))`` is the adapted model with its first layers.
+    Merged adapters stay in the weight: ``remove(merge(model))`` is the adapted model with its original layers.
     """
     found = dict(named_adapted(model))
     plain: dict[nn.Module, nn.Module] = {}
@@ -167,7 +167,7 @@ def remove(model: nn.Module, *names: str) -> nn.Module:
 
 
 def _replaced(model: nn.Module, new: Any) -> nn.Module:
-    """The model with other modules in the place of some, wherever it has them."""
+    """Replaces modules of the model, wherever it has them. ``new`` maps old modules to new ones."""
     for where, module in [*layers(model)]:
         if where and module in new:
             parent, _, name = where.rpartition(".")

@@ -1,4 +1,4 @@
-"""PEFT's orthogonal adapters computed by fasth: ``enable()``, also as a context. PEFT is imported only there.
+"""PEFT's orthogonal adapters computed by fasth: ``enable()``, also a context. Only ``enable`` imports PEFT.
 
 HRA. PEFT forms Q = H₁⋯H_r, d×d, in r steps, and W Q, in every call. Here the reflections are applied to the
 activations, and the base layer is called: the same values and gradients, also for a quantized base.
@@ -8,8 +8,9 @@ OFT. PEFT's default takes five terms of the Neumann series of the Cayley map,
     R = I + 2S + 2S² + 2S³ + S⁴ instead of (I + S)(I − S)⁻¹, S skew,
 
 whose singular values are |1 − θ⁴| for an eigenvalue ±iθ of S, which turns by 2·atan θ. ``enable(oft="exact")`` computes
-the map itself. A checkpoint that was trained with the series then computes something else, as far as it has turned;
-train and load with the same setting. PEFT's own ``use_cayley_neumann=False`` is the inverse rotation, (I − S)(I + S)⁻¹.
+the map itself. A checkpoint that was trained with the series then computes something else, the more so the larger its
+angles are: train and load with the same setting. PEFT's own ``use_cayley_neumann=False`` is the inverse rotation,
+(I − S)(I + S)⁻¹.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from fasth.operators import Orthogonal
 
 __all__ = ["Enabled", "disable", "enable"]
 
-VERSIONS = ("0.21.2",)  # of PEFT, whose own forward the tests compare with
+VERSIONS = ("0.21.2",)  # versions of PEFT whose own forward the tests compare with
 
 Methods = dict[tuple[type, str], Callable[..., Any]]
 
 
 class Enabled(AbstractContextManager["Enabled"]):
-    """What ``enable`` returns. At the end of its context, or after ``disable()``, PEFT is what it was."""
+    """The result of ``enable``. Leaving its context, or ``disable()``, restores PEFT's methods."""
 
     def __init__(self, oft: str | None) -> None:
         self.oft = oft
 
     def disable(self) -> None:
-        """Undoes this call of ``enable``; PEFT's methods come back with the last one."""
+        """Undoes this call of ``enable``. Undoing the last call restores PEFT's methods."""
         if self in _enabled:
             _enabled.remove(self)
             _refresh()
@@ -54,19 +55,19 @@ _originals: Methods = {}
 
 
 def enable(*, oft: str | None = None) -> Enabled:
-    """From now on PEFT's HRA layers are computed by fasth, those that there are and new ones. Nothing else changes.
+    """Makes fasth compute PEFT's HRA layers from now on, existing and new ones. Nothing else changes.
 
-    Configurations, checkpoints, the start, several active adapters, ``merge``, ``disable_adapter`` and ``apply_GS``
+    Configurations, checkpoints, initialization, multiple adapters, ``merge``, ``disable_adapter`` and ``apply_GS``
     are PEFT's. Adapters are multiplied in their own dtype, and the base in its own: with a half-precision base the
     activations are rounded between, where PEFT widens W. Hooks of the base layer run. A ``Conv2d`` has all options of
     its base, as after PEFT's ``merge``, where PEFT's own forward reads the first stride and padding alone.
 
     Args:
-        oft: "exact": OFT layers, too, with the Cayley map in place of five terms of its series.
+        oft: if "exact", OFT layers too, with the Cayley map in place of five terms of its series.
 
     Raises:
         ImportError: without PEFT.
-        RuntimeError: if PEFT has a version that this was not tested with, or its methods were replaced by others.
+        RuntimeError: if this version of PEFT was not tested, or other code replaced its methods.
     """
     if oft not in (None, "exact"):
         raise ValueError(f'`oft` should be "exact" or None; got {oft!r}')
@@ -91,7 +92,7 @@ def _check_version() -> None:
     try:
         import peft
     except ModuleNotFoundError as error:
-        if error.name != "peft":  # something that PEFT needs
+        if error.name != "peft":  # a dependency of PEFT is missing
             raise
         raise ImportError("fasth.peft needs PEFT; get it with pip install peft") from error
     if peft.__version__ not in VERSIONS:
@@ -99,7 +100,7 @@ def _check_version() -> None:
 
 
 def _refresh() -> None:
-    """Makes the methods of PEFT's classes those that are wanted now."""
+    """Replaces and restores methods of PEFT's classes, according to ``_enabled``."""
     wanted: Methods = {}
     if _enabled:
         hra = importlib.import_module("peft.tuners.hra.layer")
@@ -123,7 +124,7 @@ def _refresh() -> None:
 
 
 def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """x (W Q₁⋯Q_k)ᵀ + bias, of the active adapters: the last one turns x first."""
+    """x (W Q₁⋯Q_k)ᵀ + bias with the active adapters Q₁, …, Q_k: the last one turns x first."""
     turned = _active(self)
     if not turned:
         return _call_original(self, x, *args, **kwargs)
@@ -136,7 +137,7 @@ def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _conv_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The convolution by W Q₁⋯Q_k with the kernel as a matrix, W: (out, in·kh·kw).
 
-    A 1×1 kernel is the same at every position: there the channels are turned. Else the kernel is.
+    For 1×1 kernels the channels of x are turned; else the kernel is.
     """
     turned = _active(self)
     if not turned:
@@ -160,7 +161,7 @@ def _conv_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _padding_on_all_sides(base: nn.Conv2d) -> list[int]:
-    """As ``F.pad`` takes it: the width first, before and after. Of "same" the odd one comes after."""
+    """Padding in the order of ``F.pad``: width first, before and after. An odd pixel of "same" padding comes after."""
     sides = []
     for i in (1, 0):
         if isinstance(base.padding, str):
@@ -182,14 +183,14 @@ def _delta_weight(self: Any, adapter_name: str, reverse: bool = False) -> Tensor
 
 
 def _active(self: Any) -> list[str]:
-    """The adapters that act now."""
+    """Names of the adapters that apply now."""
     if self.disable_adapters or self.merged:
         return []
     return [name for name in self.active_adapters if name in self.hra_u]
 
 
 def _turned(self: Any, name: str, x: Tensor, transpose: bool = False) -> Tensor:
-    """x Qᵀ, or x Q: the product for every row in the wider dtype of both."""
+    """x Qᵀ, or x Q if ``transpose``, for every row, in the wider dtype of x and the adapter."""
     U = self.hra_u[name]
     dtype = torch.promote_types(U.dtype, x.dtype)
     x, U = x.to(dtype), U.to(dtype)
@@ -199,7 +200,7 @@ def _turned(self: Any, name: str, x: Tensor, transpose: bool = False) -> Tensor:
 
 
 def _mirrored(x: Tensor, U: Tensor) -> Tensor:
-    """x (I − 2 P) with P the projection onto the columns of U, as Gram-Schmidt has it."""
+    """x (I − 2 P) with P the projection onto the span of the columns of U, as in PEFT's ``apply_GS``."""
     dtype = torch.promote_types(U.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         basis = torch.linalg.qr(U.to(dtype)).Q
@@ -208,7 +209,7 @@ def _mirrored(x: Tensor, U: Tensor) -> Tensor:
 
 
 def _as_base(self: Any, x: Tensor) -> Tensor:
-    """In the dtype of the base layer's weight, if it has one that is not quantized, and autocast chooses none."""
+    """Casts x to the dtype of the base layer's weight, unless the weight is quantized or autocast is enabled."""
     weight = self.get_base_layer().weight
     if autocast_enabled(x) or not isinstance(weight, Tensor) or not weight.is_floating_point():
         return x
@@ -228,7 +229,7 @@ def _call_original(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Ten
 def _cayley(
     self: Any, Q: Tensor, block_size: int, use_cayley_neumann: bool = True, num_neumann_terms: int = 5
 ) -> Tensor:
-    """(I + S)(I − S)⁻¹ of every skew S, the limit of PEFT's series; without the series, what PEFT computes."""
+    """(I + S)(I − S)⁻¹ for every skew S, the limit of PEFT's series; PEFT's own result without the series."""
     original = _originals[next(key for key in _originals if key[1] == "_cayley_batch")]
     if not use_cayley_neumann:
         return original(self, Q, block_size, use_cayley_neumann, num_neumann_terms)

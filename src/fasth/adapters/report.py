@@ -1,4 +1,4 @@
-"""How far adapters have taken a model from where it was."""
+"""Reports how far adapters have changed a model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AdapterReport(NamedTuple):
     kind: str
     parameters: int
     state: str  # "active", "inactive" or "merged"
-    angle: float | None  # the largest by which it turns an activation, in degrees; None if it turns none
-    change: float | None  # ‖W′ − W‖ / ‖W‖, with W the base's weight; None if that is not dense, or W′ merged
+    angle: float | None  # largest angle by which it turns an activation, in degrees; None if it does not turn them
+    change: float | None  # ‖W′ − W‖ / ‖W‖, with W the base's weight; None if W is not dense, or if merged
 
 
 class Report(Sequence[AdapterReport]):
@@ -58,10 +58,10 @@ class Report(Sequence[AdapterReport]):
 
 @torch.no_grad()
 def report(model: nn.Module) -> Report:
-    """What the adapters of ``model`` are, and how far each has turned or changed its layer.
+    """Lists the adapters of ``model``, and how far each has turned or changed its layer.
 
-    For a layer of d features, O(r²·d) for the angles of r reflections, O(d³) for those of a general rotation, and
-    one merge each for the change.
+    The angles of r reflections of d features take O(r²·d), the angles of a general rotation O(d³), and the change of
+    each layer one merge.
     """
     return Report(
         [

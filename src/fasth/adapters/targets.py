@@ -1,4 +1,4 @@
-"""Which layers of a model are meant: by name, pattern, class or function."""
+"""Selects layers of a model by name, pattern, class or function."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Target: TypeAlias = "str | re.Pattern[str] | type | Callable[[str, nn.Module], b
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules of a model with their names, an adapted layer as one. A module that it has twice comes twice."""
-    within = None  # the adapted layer that was met last: its own modules follow it
+    """Yields all modules of a model with their names, adapted layers as one module, shared modules repeatedly."""
+    within = None  # prefix of the last adapted layer, whose own modules follow it
     for name, module in model.named_modules(remove_duplicate=False):
         if within is None or not name.startswith(within):
             yield name, module
@@ -26,7 +26,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
-    """The adapted layers of a model with their names. One that it has twice comes once."""
+    """Yields the adapted layers of a model with their names. A shared layer comes once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -35,7 +35,7 @@ def named_adapted(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
 
 
 def chosen(model: nn.Module, target: Target) -> dict[str, nn.Module]:
-    """The layers that ``target`` chooses, by name. Those that cannot be adapted are an error only if they are named."""
+    """Maps names to the layers that ``target`` chooses. Naming a layer that cannot be adapted is an error."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module; got {type(model).__name__}")
     found: dict[str, nn.Module] = {}

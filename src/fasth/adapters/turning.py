@@ -15,7 +15,7 @@ SIDES = ("input", "output", "both")
 
 
 class Turning(Adapter):
-    """y = Q_out · layer(Q_in x), of convolutions at every position. The output's turn turns the bias, too."""
+    """y = Q_out · layer(Q_in x); for convolutions, at every position. Q_out also turns the bias."""
 
     def __init__(self, kind: str, options: dict[str, Any], layer: Any, side: str, new: Callable[[int], Turn]) -> None:
         super().__init__(kind, options)
@@ -58,24 +58,24 @@ class Turning(Adapter):
         return W, bias
 
     def restart(self) -> None:
-        """Both turns are the identity again."""
+        """Makes Q_in and Q_out the identity."""
         for turn in (self.input, self.output):
             if turn is not None:
                 turn.restart()
 
     def largest_angle(self) -> float:
-        """Of the two turns."""
+        """The largest angle of Q_in and Q_out, in degrees."""
         return max(degrees(turn.angles()) for turn in (self.input, self.output) if turn is not None)
 
 
 def reflections(layer: Any, *, r: int = 8, side: str = "input", device: Any, dtype: Any) -> Turning:
-    """r reflections a side."""
+    """Makes an adapter with r reflections a side."""
     options = {"r": check_rank(r), "side": side}
     return Turning("reflections", options, layer, side, lambda d: ReflectionsTurn(d, r, device, dtype))
 
 
 def orthogonal(layer: Any, *, side: str = "input", block_size: int | None = None, device: Any, dtype: Any) -> Turning:
-    """Any rotation, or one of every block of features."""
+    """Makes an adapter with a general rotation, or one rotation for each block of features."""
     if block_size is not None and (not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1):
         raise ValueError(f"`block_size` should be an int of at least 1, or None; got {block_size!r}")
 

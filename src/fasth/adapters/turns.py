@@ -1,4 +1,4 @@
-"""Orthogonal maps of activations, the identity at the start: few reflections, a general matrix, or one in blocks."""
+"""Orthogonal maps of activations, initially the identity: few reflections, a general matrix, or blocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fasth.nn.held_weight import HeldWeight
 from fasth.operators import Orthogonal
 from fasth.operators.matrix import computing_dtype
 
-# What the rates of `param_groups` are multiplied by, so that LoRA's best rate is near the best one here: the sweep of
-# benchmarks/adapter_rates.py. Full reflectors have lr/√2 there, and so 0.85·lr with this.
+# Multiplies the rate of reflectors in `param_groups`, so that LoRA's best lr is near the best lr here (a sweep by
+# benchmarks/adapter_rates.py). Full reflectors have lr/√2 in `param_groups`, and 0.85·lr with this multiple.
 REFLECTIONS_RATE = 1.2
-# Over the root of the features that turn together: at one rate of every number, the more of these, the larger the turn.
+# The same for rotations, divided by the root of the features in a block: at one rate, larger blocks turn further.
 ORTHOGONAL_RATE = 3.5
 
 
@@ -47,9 +47,9 @@ class Turn(nn.Module):
 
     @torch.no_grad()
     def angles(self) -> Tensor:
-        """The angles by which Q turns its eigenvectors, in radians from 0 to π, in float64. The others are not turned.
+        """The angles by which Q turns its eigenvectors, in radians from 0 to π: float64. Other vectors are not turned.
 
-        The symmetric part of Q has the eigenvalues cos θ.
+        The eigenvalues of the symmetric part of Q are cos θ.
         """
         Q = self._compressed()
         cosines = torch.linalg.eigvalsh((Q + Q.mT) / 2).clamp(-1, 1).flatten()
@@ -69,10 +69,10 @@ class Turn(nn.Module):
 class ReflectionsTurn(Turn):
     """Q = H₁⋯H_r D with H = I − 2vvᵀ/‖v‖², v the rows of V: (r, d), and D a diagonal of constant signs.
 
-    At the start the rows of V are r different columns of the identity, drawn at random, and D has −1 at their places:
-    Q is the identity, exactly, for every r from 0 to d, and all r·d numbers have a gradient of their own. Pairs of
-    equal reflections are the identity, too, but to first order only the difference of each pair matters, so that half
-    of the numbers train. 4·r·d operations a row and direction.
+    Initially the rows of V are r different columns of the identity, drawn at random, and D has −1 at their places: Q is
+    exactly the identity, for every r from 0 to d, and all r·d numbers have independent gradients. Pairs of equal
+    reflections would be the identity too, but to first order only the difference of each pair matters, so that only
+    half of the numbers would train. Costs 4·r·d operations per row and direction.
     """
 
     signs: Tensor
@@ -86,7 +86,7 @@ class ReflectionsTurn(Turn):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Draws new places, and makes the reflections there undo their signs."""
+        """Draws new places, and sets reflections and signs there that cancel."""
         if self.V.is_meta:
             return
         places = torch.randperm(self.features)[: len(self.V)].to(self.V.device)
@@ -94,7 +94,7 @@ class ReflectionsTurn(Turn):
         self.signs.fill_(1.0)[places] = -1.0
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """Q, as an orthogonal weight."""
+        """Yields Q as an orthogonal weight."""
         shape, rates = (self.features, self.features), (1.0, REFLECTIONS_RATE)
         yield HeldWeight("", shape, self.V, None, None, "full", None, rates=rates)
 
@@ -104,7 +104,7 @@ class ReflectionsTurn(Turn):
         return _reflected(x.to(dtype), self.V.to(dtype), self.signs.to(dtype), transpose, internal).to(x.dtype)
 
     def _compressed(self) -> Tensor:
-        """In a basis of the rows of V and of the features whose signs change."""
+        """Q in a basis of the span of the rows of V and of the features with sign −1."""
         V, signs = self.V.double(), self.signs.double()
         places = F.one_hot((signs < 0).nonzero().squeeze(-1), self.features).to(V.dtype)
         basis = torch.linalg.qr(torch.cat((V, places)).mT).Q.mT
@@ -122,14 +122,14 @@ def _reflected(x: Tensor, V: Tensor, signs: Tensor, transpose: bool, internal: b
 
 
 class GeneralTurn(Turn):
-    """Any rotation Q: a ``LinearOrthogonal``, d² numbers of which d·(d − 1)/2 are used."""
+    """Any rotation Q: a ``LinearOrthogonal`` with d² numbers, of which d·(d − 1)/2 are used."""
 
     def __init__(self, features: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__(features)
         self.layer = _Orthogonal(features, features, False, device, dtype, init="identity")
 
     def restart(self) -> None:
-        """Q = I, as d reflections of one coordinate each and the signs that undo them."""
+        """Sets Q = I: d reflections of one coordinate each, and signs that cancel them."""
         self.layer.reset_parameters()
 
     def _multiply(self, x: Tensor, transpose: bool, internal: bool) -> Tensor:
@@ -148,7 +148,7 @@ class _Orthogonal(LinearOrthogonal):
     """A ``LinearOrthogonal`` with the rate of adapters."""
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """W, an orthogonal weight."""
+        """Yields W, with the rate of adapters."""
         for held in super().held_weights():
             yield held._replace(rates=(1.0, ORTHOGONAL_RATE / math.sqrt(held.shape[-1])))
 
@@ -157,7 +157,7 @@ class _Orthogonal(LinearOrthogonal):
 
 
 class BlocksTurn(Turn):
-    """Q = diag(Q₁, …, Q_k), any rotations of b features each, d = k·b. Q₁, …, Q_k are formed, and cost 2·b·d a row.
+    """Q = diag(Q₁, …, Q_k), general rotations of b features each, d = k·b. They are formed, and cost 2·b·d a row.
 
     The parameter holds compact reflectors with the signs of their columns: (k, b, b).
     """
@@ -172,11 +172,11 @@ class BlocksTurn(Turn):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Q = I, as in ``GeneralTurn``."""
+        """Sets Q = I, as in ``GeneralTurn``."""
         self.reflectors.zero_().diagonal(dim1=-2, dim2=-1).fill_(-1.0)
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """The blocks, as orthogonal weights."""
+        """Yields the blocks as a batch of orthogonal weights."""
         shape = tuple(self.reflectors.shape)
         rates = 1.0, ORTHOGONAL_RATE / math.sqrt(shape[-1])
         yield HeldWeight("", shape, self.reflectors, None, None, "compact", None, rates=rates)

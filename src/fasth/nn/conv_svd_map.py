@@ -23,8 +23,8 @@ from fasth.spectrum import Spectrum
 class _ConvMapSVD(ImageMap):
     """K = U Σ Vᵀ. Parameters, with groups as a batch:
 
-    reflectors_U: (*b, ·, out), reflectors_V: (*b, ·, in): compact, of the chains of U and of V, of which that with more
-        channels is restricted to k = min(out, in) columns.
+    reflectors_U: (*b, ·, out), reflectors_V: (*b, ·, in): compact reflectors of the chains of U and V. The chain with
+        more channels is restricted to k = min(out, in) columns.
     sigma: (*b, k), which the spectrum maps to σ.
     """
 
@@ -73,7 +73,7 @@ class _ConvMapSVD(ImageMap):
         self.reset_parameters()
 
     def _add_chains(self) -> None:
-        """The first half of the shifts are V's, or U's if that has fewer channels; the rest those of the other."""
+        """Makes the chains: the side with fewer channels gets the first half of the shifts, the other side the rest."""
         low, high = sorted((self._source, self._target))
         steps = shifts(self.kernel_size)
         if low < 2 and steps:
@@ -87,7 +87,7 @@ class _ConvMapSVD(ImageMap):
         self._of_U, self._of_V = (large, small) if self._source < self._target else (small, large)
 
     def reset_parameters(self) -> None:
-        """U and V as ``init`` says, σ = 1 or as near to that as the spectrum has it, the bias as in ``torch.nn``."""
+        """Initializes U and V by ``init``, σ = 1 or the spectrum's nearest value, and the bias as in ``torch.nn``."""
         if not self.sigma.is_meta:
             options: dict[str, Any] = {"dtype": self.sigma.dtype, "device": self.sigma.device}
             inits = (self.init, self.init)
@@ -113,26 +113,26 @@ class _ConvMapSVD(ImageMap):
         sigma = self._sigma() if sigma is None else sigma
         V, U = (self._of_V, self.reflectors_V), (self._of_U, self.reflectors_U)
         wide = self._source < self._target
-        (small, of_small), (large, of_large) = (V, U) if wide else (U, V)
-        inner, last = small.split(of_small)
-        inner_of_large, last_of_large = large.split(of_large)
-        M, scaled = orthonormal_rows(last), sigma.unsqueeze(-1) * orthonormal_rows(last_of_large)
+        (small, reflectors_small), (large, reflectors_large) = (V, U) if wide else (U, V)
+        inner, last = small.split(reflectors_small)
+        inner_large, last_large = large.split(reflectors_large)
+        M, scaled = orthonormal_rows(last), sigma.unsqueeze(-1) * orthonormal_rows(last_large)
         for _ in self.kernel_size:
             M, scaled = M.unsqueeze(-3), scaled.unsqueeze(-3)
         M = torch.matmul(
             small.multiply(M, inner, add_a_tap).mT, scaled
         )  # V Σ A_nᵀ, or U Σ A_nᵀ: (*b, *taps, low, high)
-        return self._from_taps(large.multiply(M, inner_of_large, add_a_tap), wide).flatten(0, len(self._batch))
+        return self._from_taps(large.multiply(M, inner_large, add_a_tap), wide).flatten(0, len(self._batch))
 
     def _has_chain_alone(self) -> bool:
         return bool(self._of_U.steps or self._of_V.steps)
 
     def _multiply_pixels(self, x: Tensor, sigma: Tensor | None, move: Move) -> Tensor:
         sigma = self._sigma() if sigma is None else sigma
-        inner_of_U, last_of_U = self._of_U.split(self.reflectors_U)
-        inner_of_V, last_of_V = self._of_V.split(self.reflectors_V)
-        x = self._of_V.multiply_transposed(x, inner_of_V, move) @ orthonormal_rows(last_of_V).mT
-        return self._of_U.multiply((x * sigma) @ orthonormal_rows(last_of_U), inner_of_U, move)
+        inner_U, last_U = self._of_U.split(self.reflectors_U)
+        inner_V, last_V = self._of_V.split(self.reflectors_V)
+        x = self._of_V.multiply_transposed(x, inner_V, move) @ orthonormal_rows(last_V).mT
+        return self._of_U.multiply((x * sigma) @ orthonormal_rows(last_U), inner_U, move)
 
     def _inverse_kernel(self) -> Tensor:
         sigma = self._sigma()
@@ -141,7 +141,7 @@ class _ConvMapSVD(ImageMap):
         return self._kernel(sigma.reciprocal())  # U Σ⁻¹ Vᵀ, whose adjoint is V Σ⁻¹ Uᵀ
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """The map of images, of which every frequency has a matrix with the singular values σ."""
+        """Yields the map of images, whose matrix at every frequency has the singular values σ."""
         factors = self.reflectors_U, self.sigma, self.reflectors_V
         yield HeldWeight("", self._matrix_shape, *factors, "compact", self.spectrum)
 
@@ -158,26 +158,25 @@ class Conv2dMapSVD(_ConvMapSVD):
     convolution too, and ``logabsdet(height, width)`` = pixels · Σ log |σ| are exact, and nothing is decomposed. With
     zero padding the norm is at most max |σ|.
 
-    The name: the SVD is of the map. ``Conv2dSVD`` has that of the kernel as a matrix, which is the map's for 1×1
-    kernels only, and takes any kernel. Not every kernel is such a U Σ Vᵀ: all frequencies have the same singular
-    values here.
+    This class holds the SVD of the map. ``Conv2dSVD`` holds the SVD of the kernel as a matrix, which equals the map's
+    for 1×1 kernels only, and represents any kernel. This class does not: all frequencies have the same singular values.
 
     Args:
         in_channels, out_channels, kernel_size, padding, dilation, groups, bias, padding_mode: as in
             ``Conv2dOrthogonal``.
-        stride: 1. For s put ``nn.PixelUnshuffle(s)`` before a layer of s² times the channels.
+        stride: 1. For a stride of s put ``nn.PixelUnshuffle(s)`` before a layer of s² times the channels.
         spectrum: the map from the parameter ``sigma`` to σ, of ``fasth.spectrum``; ``free()`` by default.
-        init: as in ``Conv2dOrthogonal``; of "1x1" and "identity" the kernel is one tap for odd kernels and
-            in_channels = out_channels. σ is 1, or the nearest that the spectrum has.
+        init: as in ``Conv2dOrthogonal``; with "1x1" and "identity" the kernel is one tap if its size is odd and
+            in_channels = out_channels. σ is 1, or the spectrum's nearest value.
 
-    The kernel is formed once a call, or once within ``fasth.cached()``; U Σ Vᵀ for about 4/3 of the cost of an
-    orthogonal kernel.
+    The kernel is formed once a call, or once within ``fasth.cached()``; this costs about 4/3 of an orthogonal
+    kernel.
     """
 
     _dense = nn.Conv2d
 
     def logabsdet(self, height: int, width: int) -> Tensor:
-        """log |det| of the layer as a map of one height × width image, a scalar: for the maps of ``inverse``."""
+        """log |det| of the layer as a map of one height × width image, a scalar. Invertible maps only."""
         self._check_invertible("logabsdet")
         return self._logabsdet((height, width), self._sigma())
 
@@ -188,6 +187,6 @@ class Conv1dMapSVD(_ConvMapSVD):
     _dense = nn.Conv1d
 
     def logabsdet(self, length: int) -> Tensor:
-        """log |det| of the layer as a map of one sequence, a scalar: for the maps of ``inverse``."""
+        """log |det| of the layer as a map of one sequence, a scalar. Invertible maps only."""
         self._check_invertible("logabsdet")
         return self._logabsdet((length,), self._sigma())

@@ -1,4 +1,4 @@
-"""What convolutions with known singular values as maps of images share: geometry, the call, norm, inverse."""
+"""The base class of convolutions with known singular values as maps of images: geometry, forward, norm, inverse."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def twin_of(
 class ImageMap(Factored):
     """A convolution, or the transpose of one, whose singular values as a map of images are known.
 
-    Everything is said of the convolution: from ``_source`` to ``_target`` channels in each group, with the kernel
-    (groups · target, source, *taps). A transposed layer is its adjoint.
+    All attributes describe the convolution, which maps ``_source`` to ``_target`` channels in each group and has the
+    kernel (groups · target, source, *taps). A transposed layer is the adjoint of this convolution.
     """
 
     _dense: ClassVar[Any]
@@ -66,14 +66,14 @@ class ImageMap(Factored):
         self._check_geometry()
 
     def _padding_of_axes(self) -> list[tuple[int, int]]:
-        """Before and after the pixels of each axis. Of "same" the odd one comes after."""
+        """Padding (before, after) of each axis. If "same" padding is odd, the extra pixel comes after."""
         if self.padding == "same":
             both = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
             return [(total // 2, total - total // 2) for total in both]
         return [(0, 0) if self.padding == "valid" else (int(p), int(p)) for p in self.padding]
 
     def _check_geometry(self) -> None:
-        """Raises where no kernel is orthogonal, and where circular padding would repeat outputs."""
+        """Raises ValueError if no kernel can be orthogonal, or if circular padding would repeat outputs."""
         if any(k < s for k, s in zip(self.kernel_size, self.stride, strict=True)):
             raise ValueError(
                 f"`kernel_size` should be at least `stride`, since pixels between the patches would be lost; "
@@ -94,7 +94,7 @@ class ImageMap(Factored):
         self._exact = all(whole) and (circular or not any(sum(pads) for pads in self._pads))
 
     def _keeps_pixels(self, axis: int, circular: bool) -> bool:
-        """Whether with circular padding size / stride outputs make up this axis: of a transposed layer, inputs."""
+        """True if circular padding gives size / stride outputs along this axis (inputs, for a transposed layer)."""
         k, s, d, total = self.kernel_size[axis], self.stride[axis], self.dilation[axis], sum(self._pads[axis])
         most = d * (k - 1)
         least = most - s + 1
@@ -114,7 +114,8 @@ class ImageMap(Factored):
         return total == least + self.output_padding[axis]
 
     def _add_layout(self, device: Any) -> None:
-        # model.to(memory_format=torch.channels_last) changes tensors of four dimensions, which no parameter here has.
+        # Records the memory format: model.to(memory_format=torch.channels_last) changes 4-d tensors only, and no
+        # parameter here has four dimensions.
         if len(self.kernel_size) == 2:
             layout = torch.zeros(2, 2, 2, 2, dtype=torch.bool, device=device)
             self.register_buffer("_layout", layout, persistent=False)
@@ -125,7 +126,7 @@ class ImageMap(Factored):
 
     @property
     def _batch(self) -> tuple[int, ...]:
-        """The batch dimensions of factors: those of several groups."""
+        """Batch dimensions of the factors: (groups,), or () for one group."""
         return () if self.groups == 1 else (self.groups,)
 
     @property
@@ -134,11 +135,11 @@ class ImageMap(Factored):
 
     @property
     def _matrix_shape(self) -> tuple[int, ...]:
-        """Of the map, per output pixel of the convolution."""
+        """Shape of the map's matrix per output pixel of the convolution."""
         n, m = self._target, self._source * math.prod(self.stride)
         return (*self._batch, m, n) if self._transposed else (*self._batch, n, m)
 
-    # What the layer computes.
+    # Forward.
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of ``input`` with the kernel, plus the bias; shapes as in ``torch.nn``, batched or not."""
@@ -163,26 +164,26 @@ class ImageMap(Factored):
         return self._form()
 
     def _kernel_now(self) -> Tensor:
-        """The kernel for a call: cached within ``fasth.cached()``, computed elsewhere."""
+        """The kernel for one call: the cached kernel within ``fasth.cached()``, else a new one."""
         cached = self._cached_weight()
         return self._form() if cached is None else cached
 
     def _form(self, sigma: Tensor | None = None) -> Tensor:
         first = self._first()
-        if autocast_enabled(first):  # it would take the precision of the products, and with it the orthogonality
+        if autocast_enabled(first):  # products in half precision would not be orthogonal
             with torch.autocast(first.device.type, enabled=False):
                 return self._form(sigma)
         return self._kernel(sigma).contiguous(memory_format=self._memory_format())
 
     def _kernel(self, sigma: Tensor | None) -> Tensor:
-        """(groups · target, source, *taps). ``sigma``: the singular values, if they are known."""
+        """The kernel: (groups · target, source, *taps). ``sigma``: the singular values, if already computed."""
         raise NotImplementedError
 
     def _few_pixels(self, x: Tensor) -> bool:
-        """Whether rotations and shifts are applied to the pixels of x, without a kernel: (2k − 1) products of channels
-        for each pixel beside the k² of the kernel, but with passes over x between them.
+        """True if rotations and shifts are applied to the pixels of x instead of forming the kernel.
 
-        ``benchmarks/orthogonal_conv.py --rule`` measures where they meet.
+        This takes (2k − 1) products of channels per pixel instead of k², but passes over x between the products.
+        ``benchmarks/orthogonal_conv.py --rule`` measures where the two costs are equal.
         """
         dims, channels = len(self.kernel_size), max(self._source, self._target)
         if self._transposed or self.groups > 1 or not self._has_chain_alone():
@@ -193,13 +194,15 @@ class ImageMap(Factored):
             return False
         if autocast_enabled(x) or is_exporting():
             return False
-        # What the convolution refuses, it should refuse for few pixels, too.
+        # Images that are too small for the convolution go to the convolution, which raises the error.
         large_enough = (n >= least for n, least in zip(x.shape[-dims:], self._least_sizes, strict=True))
         return x.shape[-dims - 1] == self._source and all(large_enough)
 
     def _on_pixels(self, x: Tensor, sigma: Tensor | None) -> Tensor:
-        """The convolution, by rotations and shifts of the pixels.  As with zero padding no pixel is needed that a shift
-        would take from the other side of the padded image, all shifts are circular."""
+        """The convolution, by rotations and shifts of the pixels.
+
+        All shifts are circular: with zero padding, pixels that wrap around the padded image are never in the output.
+        """
         dims = len(self.kernel_size)
         sizes = [n + sum(pads) - d * (k - 1) for n, pads, d, k in self._axes(x)]
         if self.padding_mode == "zeros":
@@ -219,26 +222,27 @@ class ImageMap(Factored):
         return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
     def _axes(self, x: Tensor) -> Iterator[tuple[int, tuple[int, int], int, int]]:
-        """Size, padding, dilation and taps of each axis of an image."""
+        """Yields the size, padding, dilation and number of taps of each axis of an image."""
         sizes = x.shape[-len(self.kernel_size) :]
         return zip(sizes, self._pads, self.dilation, self.kernel_size, strict=True)
 
     def _multiply_pixels(self, x: Tensor, sigma: Tensor | None, move: Move) -> Tensor:
-        """Each pixel of x, (…, *pixels, 1, source) → (…, *pixels, 1, target)."""
+        """Applies the map to the pixels of x: (…, *pixels, 1, source) → (…, *pixels, 1, target)."""
         raise NotImplementedError
 
     def _has_chain_alone(self) -> bool:
-        """Whether the map is rotations with shifts between them, and nothing else."""
+        """True if the map consists of rotations and shifts only."""
         raise NotImplementedError
 
     def _sigma(self) -> Tensor:
-        """(*b, k), with which every frequency of an image is multiplied."""
+        """The singular values, which are the same at every frequency: (*b, k)."""
         raise NotImplementedError
 
     def _from_taps(self, M: Tensor, columns_are_target: bool) -> Tensor:
-        """The kernel (*b, target, source, *taps) whose transposed taps, or taps, are M: (*b, *taps, rows, columns).
+        """The kernel (*b, target, source, *taps) from its taps M: (*b, *taps, rows, columns).
 
-        Between equal numbers of channels the rows are the target: then the kernel is made contiguous faster.
+        The columns of M are the target channels if ``columns_are_target``, else the rows are. For equal numbers of
+        channels callers choose rows, since the kernel is then made contiguous faster.
         """
         first = len(self._batch)
         order = (-1, -2) if columns_are_target else (-2, -1)
@@ -258,7 +262,7 @@ class ImageMap(Factored):
         return _CONVOLVE[len(self.kernel_size)](x, kernel, bias, self.stride, padding, self.dilation, self.groups)
 
     def _convolve_transposed(self, y: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        """The adjoint. With circular padding: y is continued on all sides, and the middle of the result is taken."""
+        """The adjoint. For circular padding, y is padded circularly and the middle of the result is returned."""
         dims = len(self.kernel_size)
         transposed = CONVOLVE_TRANSPOSED[dims]
         if self.padding_mode == "zeros":
@@ -272,35 +276,34 @@ class ImageMap(Factored):
             full = full.narrow(axis - dims, p + s * continued[axis][0], s * y.shape[axis - dims])
         return full
 
-    # What is known of the map of images.
+    # Properties of the map of images.
 
     def norm(self) -> Tensor:
-        """The largest singular value of the map of images, max |σ|, a scalar; with zero padding, a bound of it."""
+        """The largest singular value of the map of images, max |σ|, a scalar. A bound of it for zero padding."""
         return self._sigma().abs().max()
 
     def cond(self) -> Tensor:
-        """The condition number of the map of images, max |σ| / min |σ|, a scalar. For exact maps: see ``inverse``."""
+        """The condition number of the map of images, max |σ| / min |σ|, a scalar. Exact maps only: see ``inverse``."""
         self._check_exact("cond")
         sigma = self._sigma().abs()
         return sigma.max() / sigma.min()
 
     def inverse(self, y: Tensor) -> Tensor:
-        """x with ``forward(x)`` = y, by a convolution of the same size. Shapes as there.
+        """x with ``forward(x)`` = y, by a convolution of the same size. Shapes as in ``forward``.
 
-        For exact maps, with circular padding that keeps the number of pixels or no padding where patches do not
-        overlap,
-        that are square: as many output channels as input channels times the strides.
+        The map has to be exact (circular padding that keeps the number of pixels, or no padding and patches that do
+        not overlap) and square (as many output channels as input channels times the strides).
         """
         self._check_invertible("inverse")
         return self._back(y, self._inverse_kernel())
 
     def inverse_and_logabsdet(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """``inverse(y)``, and log |det| of it as a map of one sample, a scalar."""
+        """``inverse(y)``, and log |det| of the inverse as a map of one sample, a scalar."""
         x = self.inverse(y)
         return x, -self._logabsdet(x.shape[-len(self.kernel_size) :], self._sigma())
 
     def _inverse_kernel(self) -> Tensor:
-        """That of which the inverse is the adjoint."""
+        """The kernel whose adjoint is the inverse map."""
         raise NotImplementedError
 
     def _back(self, y: Tensor, kernel: Tensor) -> Tensor:
@@ -310,7 +313,7 @@ class ImageMap(Factored):
         return (self._convolve if self._transposed else self._convolve_transposed)(y, kernel, None)
 
     def _logabsdet(self, positions: Sequence[int], sigma: Tensor) -> Tensor:
-        """``positions``: the sizes of an input."""
+        """log |det| of the map of one sample. ``positions``: the sizes of an input's axes."""
         own = math.prod(positions) // (1 if self._transposed else math.prod(self.stride))
         return own * log_abs_product(sigma).sum()
 
@@ -327,7 +330,7 @@ class ImageMap(Factored):
         if n != m:
             raise ValueError(f"`{what}` needs a square map, out_channels = in_channels · strides; got {self}")
 
-    # What every layer of fasth can.
+    # Methods that every layer of fasth has.
 
     @classmethod
     def _why_not(cls, dense: Any) -> str:
@@ -365,5 +368,5 @@ _OPTIONS = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "
 
 
 def _flat(pads: Sequence[tuple[int, int]]) -> list[int]:
-    """As ``F.pad`` takes it: the last axis first."""
+    """The padding in the order of ``F.pad``: last axis first."""
     return [p for pair in reversed(pads) for p in pair]

@@ -1,4 +1,4 @@
-"""Convolutions that are orthogonal as maps of images, by construction: nothing is iterated, and no size is fixed."""
+"""Convolutions that are orthogonal as maps of images by construction, without iterations, for images of any size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from fasth.operators.orthogonal import haar_compact
 
 
 class _Orthogonal(ImageMap):
-    """An orthogonal convolution, or its adjoint: the chain, followed by an orthogonal matrix of patches if it is
-    strided.
+    """An orthogonal convolution, or its adjoint: a chain, and if strided an orthogonal matrix of patches after it.
 
     Parameters, all compact, with the signs of columns on the diagonal of the last r reflectors:
-        reflectors: (*b, rows, c), of the chain, with c = max and r = min of the two numbers of channels. Strided: from
-            the source to c channels, with kernels of k − s + 1.
-        patch_reflectors: (*b, ·, ·), only if strided: of the matrix from patches of s pixels to the target.
+        reflectors: (*b, rows, c), the chain's, with c = max and r = min of the two numbers of channels. A strided
+            layer's chain maps the source to c channels, with kernels of k − s + 1 taps.
+        patch_reflectors: (*b, ·, ·), strided layers only: the matrix from patches of s pixels to the target.
     """
 
     reflectors: nn.Parameter
@@ -65,7 +64,7 @@ class _Orthogonal(ImageMap):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The rotations as ``init`` says, the bias as in ``torch.nn``."""
+        """Initializes the rotations by ``init``, and the bias as in ``torch.nn``."""
         first = self._first()
         if not first.is_meta:
             make = {"reflectors": self._initial_chain, "patch_reflectors": self._initial_patch}
@@ -115,7 +114,7 @@ class _Orthogonal(ImageMap):
         return W.unflatten(-1, (-1, *self.stride))
 
     def _composed(self, patches: Tensor, chain: Tensor) -> Tensor:
-        """Σ_{a+b} patches[a] chain[b]: (groups · target, source, *taps), which is a transposed convolution."""
+        """Σ_{a+b} patches[a] chain[b]: (groups · target, source, *taps), computed as a transposed convolution."""
         if self.groups > 1:
             patches = patches.movedim(1, 0).flatten(1, 2)
             chain = chain.flatten(0, 1)
@@ -125,20 +124,23 @@ class _Orthogonal(ImageMap):
         return composed
 
     def _sigma(self) -> Tensor:
-        """All 1."""
+        """Ones."""
         return self._first().new_ones(*self._batch, min(self._matrix_shape[-2:]))
 
     def _inverse_kernel(self) -> Tensor:
         return self._kernel_now()
 
     def adjoint(self, y: Tensor) -> Tensor:
-        """Kᵀ (y − bias), which is the inverse of a square map, a left inverse if there are more outputs than inputs,
-        and the shortest x with ``forward(x)`` = y if there are fewer. For exact maps: see ``inverse``."""
+        """Kᵀ (y − bias). Exact maps only: see ``inverse``.
+
+        It is the inverse of a square map, a left inverse if there are more outputs than inputs, and the shortest x with
+        ``forward(x)`` = y if there are fewer.
+        """
         self._check_exact("adjoint")
         return self._back(y, self._kernel_now())
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """The map of images, of which every frequency has an orthogonal matrix."""
+        """Yields the map of images, whose matrix at every frequency is orthogonal."""
         first, *others = (getattr(self, name) for name in self._factor_names)
         yield HeldWeight("", self._matrix_shape, first, None, others[0] if others else None, "compact", None)
 
@@ -200,31 +202,29 @@ class Conv2dOrthogonal(_OrthogonalConv):
     and of shifts of half of them by one pixel, one for each tap more than 1 along each axis. Whatever an optimizer
     does to the parameters, with circular padding K is orthogonal to rounding.
 
-    Which images keep their length depends on the channels: all where out ≥ in·s², with s the stride (orthonormal
-    columns); where out ≤ in·s² those that the layer does not map to zero (orthonormal rows).
+    With s the stride, every image keeps its length if out ≥ in·s² (orthonormal columns). If out ≤ in·s², the images
+    orthogonal to the map's null space do (orthonormal rows).
 
     Args:
-        in_channels, out_channels, groups, bias: as in ``nn.Conv2d``. In groups each has a kernel of its own.
-        kernel_size: of any size, odd or even, at least the stride. Above it there should be two channels in a group, as
-            one channel alone can only be shifted.
-        stride: s > 1 is an orthogonal convolution of k − s + 1 taps, followed by an orthogonal matrix that takes
-            patches of s×s pixels to the output's channels: one kernel of k taps.
-        padding: any with zeros, where the norm is at most 1. With "circular" padding at most that which keeps the
-            number of pixels, (k − 1)/2 or "same", with which the map is exact: orthogonal.
-        dilation: any, without a common divisor with the stride.
+        in_channels, out_channels, groups, bias: as in ``nn.Conv2d``. Each group has its own kernel.
+        kernel_size: odd or even, at least the stride. A kernel larger than the stride needs two channels in a group,
+            since one channel alone can only be shifted.
+        stride: for s > 1, an orthogonal convolution of k − s + 1 taps is followed by an orthogonal matrix that maps
+            patches of s×s pixels to the output's channels. The two are one kernel of k taps.
+        padding: any value with zero padding, where the norm is at most 1. Circular padding is at most (k − 1)/2, or
+            "same", which keep the number of pixels; with them the map is exact: orthogonal.
+        dilation: any number without a common divisor with the stride.
         padding_mode: "zeros" or "circular".
         init: "haar": all rotations are uniformly distributed. "1x1": the kernel is one tap, the middle one if its size
-            is odd, with a uniformly distributed matrix. "identity": one tap, with the identity as far as its shape has
-            it.
+            is odd, with a uniformly distributed matrix. "identity": one tap, with the (rectangular) identity.
 
-    The kernel is formed once a call, or once within ``fasth.cached()``: see ``docs/convolutions.md`` for what that
-    costs.
+    The kernel is formed once a call, or once within ``fasth.cached()``: ``docs/convolutions.md`` has the cost.
     """
 
     _dense = nn.Conv2d
 
     def logabsdet(self, height: int, width: int) -> Tensor:
-        """log |det| of the layer as a map of one height × width image: 0, a scalar. For the maps of ``inverse``."""
+        """log |det| of the layer as a map of one height × width image: 0, a scalar. Invertible maps only."""
         self._check_invertible("logabsdet")
         return self._logabsdet((height, width), self._sigma())
 
@@ -235,7 +235,7 @@ class Conv1dOrthogonal(_OrthogonalConv):
     _dense = nn.Conv1d
 
     def logabsdet(self, length: int) -> Tensor:
-        """log |det| of the layer as a map of one sequence: 0, a scalar. For the maps of ``inverse``."""
+        """log |det| of the layer as a map of one sequence: 0, a scalar. Invertible maps only."""
         self._check_invertible("logabsdet")
         return self._logabsdet((length,), self._sigma())
 
@@ -243,15 +243,14 @@ class Conv1dOrthogonal(_OrthogonalConv):
 class ConvTranspose2dOrthogonal(_OrthogonalConvTranspose):
     """``nn.ConvTranspose2d`` that is orthogonal as a map of images: the adjoint of ``Conv2dOrthogonal`` from out to in.
 
-    ``nn.ConvTranspose2d``'s signature and shapes. With zero padding the norm is at most 1. It also takes circular
-    padding, where the output has the stride times the size of the input, as ``padding`` and ``output_padding`` should
-    say, and the map is orthogonal.
+    ``nn.ConvTranspose2d``'s signature and shapes. With zero padding the norm is at most 1. With circular padding
+    the map is orthogonal; ``padding`` and ``output_padding`` have to make the output the stride times the input's size.
     """
 
     _dense = nn.ConvTranspose2d
 
     def logabsdet(self, height: int, width: int) -> Tensor:
-        """log |det| of the layer as a map of one height × width image: 0, a scalar. For the maps of ``inverse``."""
+        """log |det| of the layer as a map of one height × width image: 0, a scalar. Invertible maps only."""
         self._check_invertible("logabsdet")
         return self._logabsdet((height, width), self._sigma())
 
@@ -262,6 +261,6 @@ class ConvTranspose1dOrthogonal(_OrthogonalConvTranspose):
     _dense = nn.ConvTranspose1d
 
     def logabsdet(self, length: int) -> Tensor:
-        """log |det| of the layer as a map of one sequence: 0, a scalar. For the maps of ``inverse``."""
+        """log |det| of the layer as a map of one sequence: 0, a scalar. Invertible maps only."""
         self._check_invertible("logabsdet")
         return self._logabsdet((length,), self._sigma())

@@ -87,7 +87,7 @@ class Recurrent(Factored):
         return [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
     def reset_parameters(self) -> None:
-        """The hidden-to-hidden weights as ``init`` says, everything else as in ``torch.nn``."""
+        """Initializes the hidden-to-hidden weights by ``init``, and all other parameters as in ``torch.nn``."""
         if self.weight_ih_l0.is_meta:
             return
         bound = 1 / math.sqrt(self.hidden_size)
@@ -151,7 +151,7 @@ class Recurrent(Factored):
         return {f"weight_hh_{where}": self._svd(where) for where in self._places()}
 
     def held_weights(self) -> Iterator[HeldWeight]:
-        """The hidden-to-hidden weights, by their names in ``torch.nn``; each a batch of matrices if there are gates."""
+        """Yields the hidden-to-hidden weights with their names in ``torch.nn``, as batches if there are gates."""
         shape = self._matrix_shape if self._gates == 1 else (self._gates, *self._matrix_shape)
         for where in self._places():
             sigma = None if self.spectrum is None else getattr(self, f"sigma_{where}")
@@ -164,7 +164,7 @@ class Recurrent(Factored):
         return 1.0, 1.0
 
     def _dense(self, where: str) -> Tensor:
-        """weight_hh: (gates·n, m). Contiguous, since every time step multiplies by it, and its gradient adds to its."""
+        """weight_hh: (gates·n, m), contiguous, since every time step multiplies by it and adds to its gradient."""
         matrices = []
         for reflectors, sigma in self._gate_factors(where):
             factors = (reflectors, sigma) if self.spectrum is not None else one_side(reflectors, None, False)
@@ -181,7 +181,7 @@ class Recurrent(Factored):
     def weight(self) -> Tensor:
         """All hidden-to-hidden weights: (num_layers·directions, gates·n, m), in the order of the hidden states.
 
-        They are a result, and so is each ``weight_hh_l{k}[_reverse]``: to change them, use ``set_weight_``.
+        These are computed, as is each ``weight_hh_l{k}[_reverse]``: to change them, use ``set_weight_``.
         """
         return computed(self._weight())
 
@@ -191,7 +191,7 @@ class Recurrent(Factored):
     def set_weight_(self: Self, weight: Tensor) -> Self:
         """Makes ``weight`` the hidden-to-hidden weights: (num_layers·directions, gates·n, m), each as ``LinearSVD``.
 
-        Orthogonal weights become the nearest orthogonal matrices.
+        If the layer's weights are orthogonal, they become the nearest orthogonal matrices.
         """
         return super().set_weight_(weight)
 
@@ -212,7 +212,7 @@ class Recurrent(Factored):
         return self._form() if cached is None else cached
 
     def _weights(self) -> list[list[Tensor]]:
-        """The weights for torch's kernels: for each layer and direction W_ih, W_hh and, if any, b_ih, b_hh and W_hr."""
+        """The weights for torch's kernels: W_ih, W_hh and, if present, b_ih, b_hh, W_hr of each layer and direction."""
         names = (*(BIASES if self.bias else ()), *(("weight_hr",) if getattr(self, "proj_size", 0) else ()))
         return [
             [getattr(self, f"weight_ih_{where}"), W_hh, *(getattr(self, f"{name}_{where}") for name in names)]
@@ -220,7 +220,7 @@ class Recurrent(Factored):
         ]
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> Any:
-        """The hidden states of the last layer at all times, and those of all layers after the last time.
+        """Returns the last layer's hidden states at all times, and all layers' hidden states after the last time.
 
         Args:
             input: (time, batch, input_size), (batch, time, input_size) if ``batch_first``, (time, input_size), or a
@@ -253,13 +253,13 @@ class Recurrent(Factored):
         return output.squeeze(batch_dim), self._as_given([h.squeeze(1) for h in hidden])
 
     def _run(self, input: Tensor, states: list[Tensor], batch_sizes: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The output and the last states. The rows of a packed sequence come with ``batch_sizes``."""
+        """The output and the last states. ``batch_sizes``: of a packed sequence with rows ``input``, or None."""
         raise NotImplementedError
 
     def _by_kernel(
         self, kernel: Any, input: Tensor, states: Any, batch_sizes: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """``_run`` by one of torch's kernels."""
+        """``_run`` with one of torch's kernels."""
         weights = [t for one_place in self._weights() for t in one_place]
         options = (self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         if batch_sizes is not None:
@@ -270,7 +270,7 @@ class Recurrent(Factored):
 
     @staticmethod
     def _for_caller(output: Tensor) -> Tensor:
-        """A copy of an output that is saved for backward, since the caller may change what it gets in place."""
+        """Copies an output that is saved for backward, since the caller may change the returned tensor in place."""
         return output.clone() if torch.is_grad_enabled() and output.requires_grad else output
 
     def _as_list(self, hx: Any) -> list[Tensor]:
@@ -315,13 +315,13 @@ class Recurrent(Factored):
         with torch.device("meta"):
             gate = self._new_gate("identity", dtype=weight.dtype)
         found = [gate._decompose(matrix) for matrix in weight.chunk(self._gates)]
-        # Of the whole weight, the change is at most that of the gate that changes most.
+        # The relative change of the whole weight is at most the largest relative change of a gate.
         return Factors(
             self._stacked([one.tensors for one in found], self._place(name)), max(one.change for one in found)
         )
 
     def flatten_parameters(self) -> None:
-        """Does nothing. Code that is written for ``torch.nn`` calls it."""
+        """Does nothing. Exists for code that is written for ``torch.nn``."""
 
     @staticmethod
     def _dense_weights(dense: Any) -> tuple[str, ...]:

@@ -21,14 +21,14 @@ from fasth.operators.orthogonal import haar_compact
 
 INITS = ("haar", "1x1", "identity")
 Move: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""What a shift does with the half of the channels that stays, and the half that moves, along a dimension."""
+"""Applies a shift: (half of the channels that stays, half that moves, dimension) → both halves after the shift."""
 
 
 class Shift(NamedTuple):
     """A shift of half of the channels by one tap of the kernel."""
 
-    dim: int  # of the taps in (*taps, rows, channels), negative
-    of_first_half: bool
+    dim: int  # dimension of the taps in (*taps, rows, channels), negative
+    of_first_half: bool  # the first half of the channels moves, else the second
 
 
 def shifts(taps: Sequence[int]) -> tuple[Shift, ...]:
@@ -43,8 +43,8 @@ def shifts(taps: Sequence[int]) -> tuple[Shift, ...]:
 class Chain(NamedTuple):
     """The sizes of A₀ S₁ A₁ ⋯ S_n A_n, an orthogonal convolution, and of its reflectors, which are rows of one tensor.
 
-    A_n: (c, r) has r ≤ c orthonormal columns. Of the other rotations only the first h = ⌊c/2⌋ columns matter: what else
-    there is turns each half of the channels in itself, which commutes with the shift. So each is h reflections.
+    A_n: (c, r) has r ≤ c orthonormal columns. Only the first h = ⌊c/2⌋ columns of each other rotation matter: the other
+    columns rotate each half of the channels in itself, which commutes with the shift. So each is h reflections.
     """
 
     steps: tuple[Shift, ...]  # S_n first, in the order in which they act on an image
@@ -63,16 +63,16 @@ class Chain(NamedTuple):
         return self.inner * self.half + self.rank
 
     def split(self, reflectors: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Those of A_{n−1}, …, A₀: (*b, h, c) each, and of A_n: (*b, r, c).  reflectors: (*b, rows, c)."""
+        """Reflectors of A_{n−1}, …, A₀: (*b, h, c) each, and of A_n: (*b, r, c).  reflectors: (*b, rows, c)."""
         if not self.inner:
             return (), reflectors
         inner, last = reflectors.split([self.inner * self.half, self.rank], -2)
         return inner.unflatten(-2, (self.inner, self.half)).unbind(-3), last
 
     def multiply(self, M: Tensor, inner: Sequence[Tensor], move: Move) -> Tensor:
-        """Each row of M through S_n, A_{n−1}, S_{n−1}, …: after A_n, the product.  M: (*b, *positions, rows, c).
+        """Applies S_n, A_{n−1}, S_{n−1}, … to each row of M, the product without A_n.  M: (*b, *positions, rows, c).
 
-        About 3c² operations per row and rotation. No rotation is formed for few rows.
+        About 3c² operations per row and rotation. Rotations are not formed for few rows.
         """
         for i, step in enumerate(self.steps):
             M = self._shifted(M, step, move)
@@ -81,7 +81,7 @@ class Chain(NamedTuple):
         return M
 
     def multiply_transposed(self, M: Tensor, inner: Sequence[Tensor], move: Move) -> Tensor:
-        """Each row of M through …, S_{n−1}, A_{n−1}ᵀ, S_n: before A_nᵀ, the product with transposed rotations."""
+        """Applies …, S_{n−1}, A_{n−1}ᵀ, S_n to each row of M, the transposed product without A_nᵀ."""
         for i, step in reversed(list(enumerate(self.steps))):
             if i < len(inner):
                 M = _reflected(M, inner[i], transpose=True)
@@ -99,13 +99,13 @@ class Chain(NamedTuple):
         return torch.cat((first, second), -1)
 
     def initial(self, init: str, **options: Any) -> Tensor:
-        """Compact reflectors of a new layer: (rows, c). "1x1" is one tap with A₀ A_n Haar, "identity" one with I."""
+        """Compact reflectors of a new layer: (rows, c). "1x1": one tap, Haar A₀ A_n; "identity": one tap, I."""
         c, h, r = self.channels, self.half, self.rank
         if init == "haar":
             halves = [haar_compact(h, c, **options) for _ in range(self.inner)]
             return torch.cat([*halves, haar_compact(r, c, **options)])
-        # Reflections of single coordinates commute with the shifts. Each inner rotation is −1 on the first half: their
-        # signs are undone by the signs of A_n's columns, which stand on its diagonal.
+        # Reflections of single coordinates commute with the shifts. Each inner rotation is −1 on the first half; the
+        # signs of A_n's columns, stored on its diagonal, cancel these signs.
         inner, last = [-torch.eye(h, c, **options) for _ in range(self.inner)], -torch.eye(r, c, **options)
         turned = self.inner % 2
         if init == "1x1":
@@ -128,14 +128,14 @@ def orthonormal_rows(V: Tensor) -> Tensor:
 
 
 def add_a_tap(stays: Tensor, moves: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The shift of a kernel: it has one tap more, the last where one half is zero, and the first where the other is."""
+    """Shifts a kernel, which gains one tap: the last is 0 in the half that stays, the first in the half that moves."""
     before, after = [0] * (-2 * dim), [0] * (-2 * dim)
     before[-2] = after[-1] = 1
     return F.pad(stays, after), F.pad(moves, before)
 
 
 class AddATap(torch.autograd.Function):
-    """The same shift of a whole kernel, in half of the operations: one buffer forward, one concatenation backward."""
+    """``add_a_tap`` for a whole kernel in half of the operations: one buffer forward, one concatenation backward."""
 
     @staticmethod
     def forward(ctx: Any, M: Tensor, step: Shift, half: int) -> Tensor:
@@ -161,7 +161,7 @@ def _halves(M: Tensor, half: int) -> tuple[Tensor, ...]:
 
 
 def _offsets(step: Shift) -> tuple[int, int]:
-    """Of the taps of the first and of the second half."""
+    """Offsets of the first and of the second half along the taps."""
     return (1, 0) if step.of_first_half else (0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer should know of a model with SVDs: the rates, the angles and the decay with which it trains well."""
+"""Parameter groups and an optimizer for models with SVDs: learning rates, angles and weight decay."""
 
 from fasth.optim.adamw import AdamW
 from fasth.optim.groups import param_groups

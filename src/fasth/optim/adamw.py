@@ -15,11 +15,11 @@ from fasth.optim.groups import REFLECTORS, param_groups
 
 __all__ = ["AdamW"]
 
-LEAST = 0.01  # the smallest rms of m̂/√v̂ that is scaled up: without a gradient m̂ fades, and the turn with it
+LEAST = 0.01  # a smaller rms of m̂/√v̂ is scaled as this one: without a gradient m̂ and the angle go to 0
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW for a model that has SVDs: reflectors turn by an angle a step, all else moves as in ``torch.optim.AdamW``.
+    """AdamW for a model that has SVDs: steps turn reflectors by an angle, other parameters as ``torch.optim.AdamW``.
 
     With Adam's direction d = m̂ / (√v̂ + ε) of a tensor of reflectors Y, and a schedule that is at lr / peak:
 
@@ -30,14 +30,14 @@ class AdamW(torch.optim.AdamW):
     ``peak`` is the rate that this optimizer is made with. A schedule scales the angle as it scales lr, also from 0.
     ``docs/training.md`` compares it with ``param_groups``, which is what we recommend.
 
-    The state is that of ``torch.optim.AdamW``, whose step takes half of the time.
+    The state is the same as ``torch.optim.AdamW``'s. A step takes twice the time of ``torch.optim.AdamW``'s.
 
     Args:
         model: a module, or groups that ``fasth.param_groups`` made.
         lr: the rate of a dense network.
         betas, eps, weight_decay: as in ``torch.optim.AdamW``. Reflectors, biases and norms do not decay.
         reflectors: multiplies the angle. For groups it is an argument of ``fasth.param_groups``.
-        options: what else ``torch.optim.AdamW`` takes, such as ``fused=True``.
+        options: other options of ``torch.optim.AdamW``, such as ``fused=True``.
 
     Example:
         >>> model = fasth.to_svd(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, such as those of ``fasth.param_groups`` for a layer that comes later."""
+        """Adds a group, such as one that ``fasth.param_groups`` made for a layer added later."""
         super().add_param_group(param_group)
         _set_peak(self.param_groups[-1])
 
@@ -84,10 +84,10 @@ class AdamW(torch.optim.AdamW):
             _Turn(p, p.clone(), group) for group in self.param_groups if group.get("angle") for p in _trained(group)
         ]
         try:
-            # Torch's own step moves the reflectors, too: from 0, so that afterwards they are −lr·d without rounding.
+            # Torch's own step starts from reflectors of 0, so that afterwards they are −lr·d without rounding.
             for turn in turns:
                 turn.p.zero_()
-            # Without the wrapper that calls the hooks of this optimizer, which our own step has.
+            # Unwrapped: the hooks of this optimizer are already called by the wrapper of our own step.
             inspect.unwrap(torch.optim.AdamW.step)(self)
         except BaseException:
             for turn in turns:
@@ -104,7 +104,7 @@ class _Turn(NamedTuple):
     group: dict[str, Any]
 
     def finish(self, norm: Tensor) -> None:
-        """p = start + angle · (lr / peak) · p / max(rms, …), where p is −lr·d, and ``norm`` is that of p."""
+        """p = start + angle · (lr / peak) · p / max(rms, …), where p is −lr·d and ``norm`` is ‖p‖."""
         lr, peak = self.group["lr"], self.group["peak"]
         reach = lr * math.sqrt(self.p.numel())  # the norm if every entry of d were ±1
         if reach == 0:
@@ -120,12 +120,12 @@ def _trained(group: dict[str, Any]) -> list[Tensor]:
 
 
 def _local(t: Any) -> Tensor:
-    """The part of a sharded tensor that this process has."""
+    """The local shard of a DTensor; any other tensor itself."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:
-    """Each tensor's Frobenius norm, in float32 at least. Those of sharded ones are reduced together."""
+    """Each tensor's Frobenius norm, in float32 at least. Norms of sharded tensors are reduced together."""
     norms = [torch.linalg.vector_norm(_local(t), dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     sharded: dict[Any, list[int]] = defaultdict(list)
     for i, t in enumerate(tensors):
@@ -152,7 +152,7 @@ def _set_peak(group: dict[str, Any]) -> None:
 
 
 def _checked(model: Any, reflectors: float) -> list[dict[str, Any]]:
-    """The groups, where there is no model."""
+    """Checks groups that are passed in place of a model, and returns them as a list."""
     groups = list(model) if isinstance(model, Iterable) else [model]
     if not groups or not all(isinstance(group, dict) for group in groups):
         found = (

@@ -1,4 +1,4 @@
-"""param_groups: the rates, the angles and the decay with which the parameters of a model with SVDs train well."""
+"""param_groups: learning rates, angles and weight decay for the parameters of a model with SVDs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["param_groups"]
 OptimizerClass: TypeAlias = type[Optimizer]
 
 SIGMA, DENSE, REFLECTORS, VECTORS = KINDS = ("sigma", "dense", "reflectors", "vectors")
-CONSTANT = "constant"  # not for an optimizer
+CONSTANT = "constant"  # parameters that are not given to an optimizer
 
 # Chosen by experiments/rates, on the tasks that choose: the lr at which an SVD moves W as far as a dense layer does;
 # and, for ``fasth.optim.AdamW``, the root mean square of a step of reflectors.
 LR, ANGLE = 0.003, 0.0014
 
-# A step of these is as long as the gradient. That of any other optimizer has its rate's size, whatever the gradient's.
+# Steps of these optimizers are proportional to the gradient. Steps of all others are about as large as the rate.
 _STEP_FOLLOWS_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)
-# These add the decay to the gradient before they normalise it. The others take rate times decay off a parameter.
+# These optimizers add the decay to the gradient before normalizing it. All others subtract rate · decay · parameter.
 _DECAY_IS_GRADIENT = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -47,14 +47,14 @@ def param_groups(
     optimizer: OptimizerClass = torch.optim.AdamW,
     reflectors: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Parameters for an optimizer, with rates at which W = U diag(σ) Vᵀ learns as a dense W does at lr.
+    """Parameter groups for an optimizer, with rates at which W = U diag(σ) Vᵀ learns as a dense W does at lr.
 
-    **Rates.** Adam and its kin move every number by about lr. A dense W: (n, m) then moves by a matrix with entries
-    ±lr, of norm lr·√(n·m). A square W moves as far if the rate of sigma is lr·(√n + √m)/2 and that of compact
-    reflectors lr; full ones are twice as many numbers, and take lr/√2. But a dense W grows in training, so that its
-    relative step shrinks, the more so the larger lr is, and U and V do not grow. So both rates follow √lr:
+    **Rates.** Adam and similar optimizers move every number by about lr. A dense W: (n, m) then moves by a matrix
+    with entries ±lr, of norm lr·√(n·m). A square W moves as far if the rate of sigma is lr·(√n + √m)/2 and the rate of
+    compact reflectors lr; full reflectors are twice as many numbers, and take lr/√2. But a dense W grows in training,
+    so that its relative step shrinks, the more so the larger lr is, and U and V do not grow. So both rates follow √lr:
 
-        sigma: √(0.003·lr) · (√n + √m)/2        compact reflectors: √(0.003·lr)        all else: lr
+        sigma: √(0.003·lr) · (√n + √m)/2        compact reflectors: √(0.003·lr)        others: lr
 
     Where a spectrum maps sigma to σ, its rate is divided by the slope of the map. For a layer of rank r, both are
     multiplied by √(min(n, m)/r), since fewer numbers move W less. For an ``optimizer`` whose step is as long as the
@@ -66,24 +66,25 @@ def param_groups(
 
     **Decay.** As ‖W‖² = Σσ², decay of a free sigma is exactly decay of W: where the loss has no gradient, a step takes
     W to (1 − lr·weight_decay)·W, as it does with a dense layer. So sigma's decay is divided by what its rate was
-    multiplied by. A sigma with a spectrum decays to 0, and σ to what the spectrum makes of 0, which for
-    ``around(center, eps)`` is the center. Reflectors do not decay: the length of full ones says nothing about W, and
-    shorter compact ones turn U and V.
+    multiplied by. A sigma with a spectrum decays to 0, and σ to the spectrum's value at 0, which for
+    ``around(center, eps)`` is the center. Reflectors do not decay: the length of full reflectors has no effect on W,
+    and scaling compact reflectors turns U and V.
 
     Args:
-        model: any module, of which some layers may be plain. A parameter that it holds twice is listed once.
-        lr: the rate that a dense model would be trained with. Without it the groups take the optimizer's.
-        weight_decay: as the optimizer takes it. It is set for every group, in place of the optimizer's default.
-        optimizer: the class that the groups are for. ``SGD`` and ``ASGD`` follow the gradient, any other class counts
-            as one of Adam's kin. ``Adam`` and others that add the decay to the gradient get it undivided.
+        model: any module; some layers may be plain. A shared parameter is listed once.
+        lr: the rate for training a dense model. If None, the groups use the optimizer's rate.
+        weight_decay: the optimizer's weight decay. It is set for every group, in place of the optimizer's default.
+        optimizer: the optimizer class that will get the groups. Steps of ``SGD`` and ``ASGD`` follow the
+            gradient; any other class is treated like Adam. ``Adam`` and other classes that add the decay to the
+            gradient get it undivided.
             ``fasth.optim.AdamW``, which calls this function, gets an angle for reflectors in place of a rate.
         reflectors: multiplies the rate of reflectors, or their angle.
 
     Returns:
-        Groups with "params", "weight_decay", "name", and, if lr is given, "lr". The names are "sigma", of every layer
+        Groups with "params", "weight_decay", "name", and, if lr is given, "lr". The names are "sigma", for every layer
         of fasth and every tensor under ``fasth.parametrizations``, one group for each rate; "dense", every other
-        parameter of two or more dimensions; "reflectors"; and "vectors", biases and the like. The last two do not
-        decay. A group without parameters is left out.
+        parameter of two or more dimensions; "reflectors"; and "vectors", such as biases. "reflectors" and "vectors" do
+        not decay. Empty groups are omitted.
 
     Example:
         >>> model = fasth.to_svd(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
@@ -106,7 +107,7 @@ def param_groups(
 
 
 class _Role(NamedTuple):
-    """The purpose of a parameter, by how much its rate is larger than that of a dense weight, and its angle, if any."""
+    """The kind of a parameter, its rate as a multiple of a dense weight's rate, and its angle, if any."""
 
     kind: str
     multiple: float = 1.0
@@ -114,7 +115,7 @@ class _Role(NamedTuple):
 
 
 class _Rule:
-    """By how much the rates of an SVD are larger than that of its dense twin, for Adam's kin."""
+    """Rates of an SVD as multiples of a dense weight's rate, for Adam and similar optimizers."""
 
     def __init__(self, lr: float, reflectors: float) -> None:
         self.lr, self.times = lr, reflectors
@@ -126,13 +127,13 @@ class _Rule:
         return _Role(REFLECTORS, self.times * held.rates[1] * _fullness(held) * _thinness(held) * self.root(held))
 
     def root(self, held: HeldWeight) -> float:
-        """√(LR / lr): the rates of an SVD follow √lr. Those of an orthogonal weight, and of a net that is made to
-        remember, follow lr."""
+        """√(LR / lr), since the rates of an SVD follow √lr; 1 for weights whose rates follow lr: orthogonal weights,
+        and recurrent nets with rates of their own."""
         return math.sqrt(LR / self.lr) if _is_ordinary(held) and self.lr else 1.0
 
 
 class _GradientRule(_Rule):
-    """For SGD, whose step is as long as the gradient."""
+    """Rates for SGD, whose step is proportional to the gradient."""
 
     def sigma(self, held: HeldWeight) -> _Role:
         return _Role(SIGMA, _size(held) / _slope(held.spectrum or free()) ** 2)
@@ -142,7 +143,7 @@ class _GradientRule(_Rule):
 
 
 class _Angles(_Rule):
-    """For ``fasth.optim.AdamW``."""
+    """Rates and angles for ``fasth.optim.AdamW``."""
 
     def reflectors(self, held: HeldWeight) -> _Role:
         if not _is_ordinary(held):
@@ -157,46 +158,46 @@ def _rule(optimizer: OptimizerClass, lr: float, reflectors: float) -> _Rule:
 
 
 def _is_ordinary(held: HeldWeight) -> bool:
-    """Whether it has singular values to train, and no rates of its own."""
+    """True if the weight has trained singular values, and no rates of its own."""
     return held.trained and held.rates == (1.0, 1.0)
 
 
 def _size(held: HeldWeight) -> float:
-    """(√n + √m)/2: the rate of sigma at which W moves as far as a dense one."""
+    """(√n + √m)/2: the multiple of the rate at which sigma moves W as far as a dense W moves."""
     n, m = held.shape[-2:]
     return held.rates[0] * (math.sqrt(n) + math.sqrt(m)) / 2
 
 
 def _fullness(held: HeldWeight) -> float:
-    """Full reflectors are twice as many numbers, and move a weight as far with steps that are smaller by √2."""
+    """1/√2 for full reflectors, which are twice as many numbers as compact ones; else 1."""
     return math.sqrt(0.5) if held.form == "full" else 1.0
 
 
 def _thinness(held: HeldWeight) -> float:
-    """A weight of lower rank has fewer numbers, and moves less when each of them moves by the rate."""
+    """√(min(n, m)/r): a weight of rank r has fewer numbers, so each has to move further."""
     return math.sqrt(min(held.shape[-2:]) / held.rank)
 
 
 def _roles(model: nn.Module, rule: _Rule | None) -> dict[nn.Parameter, _Role]:
-    """Without a rule all rates are those of a dense weight."""
+    """Maps each parameter to its role. Without a rule, all rates are a dense weight's rate."""
     roles: dict[nn.Parameter, _Role] = {}
     for module in model.modules():
         held = _roles_of_factors(module, rule)
         for name, parameter in module.named_parameters(recurse=False):
             if is_lazy(parameter):
                 raise ValueError(f"`model` should have seen a first batch, which sets the size of its {module}")
-            # PyTorch's pruning renames a parameter, and puts what is left of it in its place.
+            # PyTorch's pruning renames a parameter, and stores the pruned tensor under its name.
             role = held.get(id(getattr(module, name.removesuffix("_orig"), parameter)))
             if role is None:
                 role = _Role(DENSE if parameter.ndim >= 2 else VECTORS)
-            # Held twice, as a reflector and as something else: it is a reflector, and does not decay.
+            # A parameter that is both a reflector and something else counts as a reflector, and does not decay.
             if role.kind != CONSTANT and (parameter not in roles or role.kind == REFLECTORS):
                 roles[parameter] = role
     return roles
 
 
 def _roles_of_factors(module: nn.Module, rule: _Rule | None) -> dict[int, _Role]:
-    """The roles of the tensors that a module holds as factors, by their id."""
+    """Maps the id of each tensor that a module holds as a factor to its role."""
     roles: dict[int, _Role] = {}
     for held in held_weights(module):
         reflectors = rule.reflectors(held) if rule else _Role(REFLECTORS)
@@ -209,10 +210,10 @@ def _roles_of_factors(module: nn.Module, rule: _Rule | None) -> dict[int, _Role]
 
 
 def _slope(spectrum: Spectrum) -> float:
-    """dσ/draw where σ = 1, or as near to that as the map is not flat; at least 0.05.
+    """dσ/draw at σ = 1, or at the nearest σ where the map is not flat; at least 0.05.
 
-    It does not depend on the values of a layer: an optimizer that is made after a checkpoint was loaded has the groups
-    of the one before. A smaller slope belongs to a range of σ so narrow that one step might cross it.
+    The slope does not depend on a layer's values, so that an optimizer made after loading a checkpoint has the same
+    groups. With a smaller slope, the range of σ would be so narrow that one step might cross it.
     """
     raw = spectrum.inverse(torch.ones(2, dtype=torch.float64, device="cpu")).clamp(-2.5, 2.5)
     step = torch.tensor([1e-5, -1e-5], dtype=torch.float64, device="cpu")

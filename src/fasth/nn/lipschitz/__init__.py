@@ -1,6 +1,6 @@
-"""What a network with a Lipschitz constant of 1 needs besides orthogonal layers, and the bound that such a network has.
+"""Layers, losses and certificates for networks with a Lipschitz constant of 1, and a bound of any network's constant.
 
-All constants are those of the Euclidean norm, of whole images or vectors. ``docs/convolutions.md`` has an example.
+All constants are for the Euclidean norm of whole images or vectors. ``docs/convolutions.md`` has an example.
 """
 
 from fasth.nn.lipschitz.bounds import LipschitzBound, bound, conv_norm_bound

@@ -1,4 +1,4 @@
-"""A Lipschitz constant of a model: the product of those of its parts."""
+"""A Lipschitz constant of a model: the product of its layers' constants."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ Rule: TypeAlias = Callable[[Any], float]
 
 
 class LipschitzBound(NamedTuple):
-    """A Lipschitz constant of a model, and the factors that it is the product of."""
+    """A Lipschitz constant of a model, and the layers' constants, whose product it is."""
 
     value: float
-    parts: dict[str, float]  # by the name of the module, as in ``model.named_modules()``
+    parts: dict[str, float]  # maps the name of a module, as in ``model.named_modules()``, to its constant
 
     def __str__(self) -> str:
         width = max(map(len, (*self.parts, "bound")))
-        lines = [f"{name:{width}}  {factor:.6g}" for name, factor in self.parts.items()]
+        lines = [f"{name:{width}}  {constant:.6g}" for name, constant in self.parts.items()]
         return "\n".join([*lines, f"{'bound':{width}}  {self.value:.6g}"])
 
 
 def bound(model: nn.Module, *, rules: Mapping[type[nn.Module], Rule] | None = None) -> LipschitzBound:
-    """A Lipschitz constant of ``model`` as it is now, in evaluation mode: the product of those of its parts, in
-    float64.
+    """A Lipschitz constant of ``model`` in evaluation mode: the product of its layers' constants, in float64.
 
     The constants are exact, to the rounding of the weights, for linear layers, for the layers of fasth and for
-    activations. Of a convolution of ``torch.nn``, and of ``Conv2dSVD``, it is ``conv_norm_bound``. A model may be
-    one of these layers, ``nn.Sequential``, a module of this file, or a module with a method ``lipschitz_bound()`` that
-    returns a number. A module that has a rule is not looked into; any other is an error that names it, as a ``forward``
-    method cannot be read.
+    activations. Convolutions of ``torch.nn`` and ``Conv2dSVD`` have the constant ``conv_norm_bound``. A model may be
+    one of these layers, ``nn.Sequential``, a module of ``fasth.nn.lipschitz``, or a module with a method
+    ``lipschitz_bound()`` that returns a number. The children of a module that has a rule are ignored. Any other module
+    raises a ValueError with its name.
 
     Args:
-        rules: functions from a module of exactly this class to its constant, which come before those known here.
+        rules: maps a class to a function from a module of exactly this class to its constant; precedes the built-in
+            rules.
 
     Example:
         >>> net = nn.Sequential(fasth.Conv2dOrthogonal(2, 8, 3, padding=1), GroupSort(), nn.Flatten())
@@ -75,11 +75,11 @@ def _collect(module: nn.Module, name: str, rules: dict[type, Rule], parts: dict[
         alpha = module.alpha.item()  # type: ignore[operator]
         parts[name or "model"] = alpha + (1 - alpha) * math.prod(inner.values())
     else:
-        parts[name or "model"] = _of_layer(module, kind, name, rules)
+        parts[name or "model"] = _constant(module, kind, name, rules)
 
 
 @torch.no_grad()
-def _of_layer(module: Any, kind: type, name: str, rules: dict[type, Rule]) -> float:
+def _constant(module: Any, kind: type, name: str, rules: dict[type, Rule]) -> float:
     rule = rules.get(kind)
     if rule is None and not hasattr(module, "lipschitz_bound"):
         raise ValueError(
@@ -96,11 +96,11 @@ def _of_layer(module: Any, kind: type, name: str, rules: dict[type, Rule]) -> fl
 def conv_norm_bound(conv: Any) -> float:
     """A bound of the norm of any 1-d or 2-d convolution, or transposed one, as a map of images of any size.
 
-    With zero or circular padding, any stride, dilation and groups. It is the smaller of √(taps)·‖K‖₂, with K the
-    kernel as a matrix, and of the largest norm of the kernel's Fourier transform on a grid of N points an axis, over
-    cos(πd/N) for each axis, with d = ⌈(k − 1)/2⌉: between the points of a grid a trigonometric polynomial of degree d
-    rises no further (M. Riesz). For 3×3 kernels, with N = 32, that is 1 % above the norm on large images. Costs N²/2
-    decompositions of (out, in) matrices.
+    Padding may be zero or circular; stride, dilation and groups are arbitrary. The bound is the smaller of two numbers:
+    √(taps)·‖K‖₂, with K the kernel as a matrix; and the largest norm of the kernel's Fourier transform on a grid of N
+    points per axis, divided by cos(πd/N) for each axis, with d = ⌈(k − 1)/2⌉, since a trigonometric polynomial of
+    degree d rises no further between the points of the grid (M. Riesz). For 3×3 kernels, N = 32 and large images the
+    bound is 1 % above the norm. Costs N²/2 decompositions of (out, in) matrices.
     """
     if conv.padding_mode not in ("zeros", "circular"):
         raise ValueError(f"`padding_mode` should be 'zeros' or 'circular' for a bound; got {conv.padding_mode!r}")
@@ -146,14 +146,14 @@ def _check_evaluating(layer: nn.Module) -> None:
 
 
 def _max_pool(layer: Any) -> float:
-    """√(windows that a pixel is in)."""
+    """√(number of windows that contain a pixel)."""
     if layer.dilation not in (1, (1,), (1, 1)):
         raise ValueError(f"`dilation` should be 1; got {layer.dilation}")
     return math.sqrt(_windows(layer))
 
 
 def _avg_pool(layer: Any) -> float:
-    """√(windows that a pixel is in / pixels of a window), the latter only if no window is divided by fewer."""
+    """√(number of windows that contain a pixel / pixels of a window). Windows must all be divided alike."""
     partial = layer.ceil_mode or not layer.count_include_pad or getattr(layer, "divisor_override", None)
     if partial:
         raise ValueError("windows at the border should be divided by as many pixels as the others")

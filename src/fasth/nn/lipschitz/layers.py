@@ -14,12 +14,12 @@ from fasth.nn.factored import at_least_one, check_dtype
 class GroupSort(nn.Module):
     """Sorts the channels within groups, in ascending order: (*, channels, *) → the same shape.
 
-    A permutation that depends on the input: it keeps the norm of the input, and that of the gradient, where ReLU loses
-    both. With ``size`` = 2, the default, it is MaxMin (Anil, Lucas & Grosse, 2019).
+    Sorting is a permutation, so it keeps the norm of the input and the norm of the gradient; ReLU reduces both. With
+    ``size`` = 2, the default, this is MaxMin (Anil, Lucas & Grosse, 2019).
 
     Args:
-        size: of a group; it divides the number of channels.
-        dim: of the channels.
+        size: number of channels in a group; it divides the number of channels.
+        dim: dimension of the channels.
     """
 
     def __init__(self, size: int = 2, dim: int = 1) -> None:
@@ -28,7 +28,7 @@ class GroupSort(nn.Module):
         self.size, self.dim = size, dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Sorted along ``dim`` in groups of ``size``."""
+        """Sorts along ``dim`` in groups of ``size``."""
         if input.shape[self.dim] % self.size:
             raise ValueError(
                 f"dimension {self.dim} of `input` should be a multiple of the group size {self.size}; "
@@ -36,7 +36,7 @@ class GroupSort(nn.Module):
             )
         dim = self.dim % input.ndim
         groups = input.unflatten(dim, (-1, self.size))
-        if self.size == 2:  # in less time than a sort
+        if self.size == 2:  # faster than a sort
             first, second = groups.unbind(dim + 1)
             ordered = torch.stack((torch.minimum(first, second), torch.maximum(first, second)), dim + 1)
         else:
@@ -50,8 +50,8 @@ class GroupSort(nn.Module):
 class ScaledAvgPool2d(nn.Module):
     """k · mean over patches of k×k pixels: the orthogonal projection to images that are constant there.
 
-    (*, c, H, W) → (*, c, ⌊H/k⌋, ⌊W/k⌋). ``nn.AvgPool2d`` has the norm 1/k. What should lose nothing is
-    ``nn.PixelUnshuffle``, or an orthogonal convolution with a stride.
+    (*, c, H, W) → (*, c, ⌊H/k⌋, ⌊W/k⌋). ``nn.AvgPool2d`` has the norm 1/k. To keep the whole image,
+    use ``nn.PixelUnshuffle`` or an orthogonal convolution with a stride.
     """
 
     def __init__(self, kernel_size: int) -> None:
@@ -90,9 +90,9 @@ class NormPool2d(nn.Module):
 
 
 class Residual(nn.Module):
-    """α x + (1 − α) f(x) with α in (0, 1) learnt, one half at the start: 1-Lipschitz where f is.
+    """α x + (1 − α) f(x) with a trained α in (0, 1), initially 1/2. It is 1-Lipschitz if f is.
 
-    x + f(x) has a constant of up to 2.
+    x + f(x) would have a constant of up to 2.
     """
 
     def __init__(self, *f: nn.Module) -> None:
@@ -102,19 +102,19 @@ class Residual(nn.Module):
 
     @property
     def alpha(self) -> Tensor:
-        """The part of the input: a scalar."""
+        """α, the weight of the input: a scalar."""
         return self.raw.sigmoid()
 
     def forward(self, input: Tensor) -> Tensor:
-        """The convex combination of ``input`` and f(input), which has its shape."""
+        """The convex combination of ``input`` and f(input), which has the shape of ``input``."""
         return torch.lerp(self.f(input), input, self.alpha.to(input.dtype))
 
 
 class LinearUnitRows(nn.Linear):
-    """x Wᵀ + bias with rows of W of norm 1: each output is 1-Lipschitz, and free to point where it likes.
+    """x Wᵀ + bias with rows of W of norm 1: each output is 1-Lipschitz, and its direction is free.
 
-    As the last layer of a classifier: see ``certified_radius``. ``nn.Linear``'s signature; ``weight`` are the rows
-    before they are divided by their norms.
+    Use it as the last layer of a classifier: see ``certified_radius``. ``nn.Linear``'s signature; ``weight`` holds the
+    rows before they are divided by their norms.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LinearUnitRows(nn.Linear):
 
     @property
     def rows(self) -> Tensor:
-        """W: (out, in), differentiable. Rows that began shorter than 1e-12 stay shorter than 1."""
+        """W: (out, in), differentiable. Rows of ``weight`` shorter than 1e-12 give rows of W shorter than 1."""
         return F.normalize(self.weight, dim=1)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """The GPU kernels, in Triton: T of every block, the rows through all blocks, the gradient of V, and sums over rows.
 
-README.md beside this file says which kernel computes what; ``reflections/README.md`` derives the formulas. Everything
-is computed in float32: bfloat16 and float16 only store. All products are IEEE float32, but those of ``gradient``, whose
-precision is an argument. No kernel uses atomics, so results do not change from run to run.
+README.md in this directory lists the kernels; ``reflections/README.md`` derives the formulas. Computations are
+float32: bfloat16 and float16 are storage types only. Products are IEEE float32, except in ``gradient``, whose precision
+is an argument. No kernel uses atomics, so results do not change from run to run.
 
-Kernels have one program number, since a second dimension of a CUDA grid ends at 65,535. Numbers of rows are not
-specialized: a new one compiles nothing.
+Grids have one dimension, since the second dimension of a CUDA grid is limited to 65,535. Numbers of rows are not
+specialized: a new number of rows does not compile anything.
 """
 
 # Kernels are compiled from their source, and there annotations are Triton's, not Python's.
@@ -13,7 +13,7 @@ specialized: a new one compiles nothing.
 import triton
 import triton.language as tl
 
-# The forms of ``plan.py``, as the compiler reads them.
+# The forms of ``plan.py``, as constants for the compiler.
 FULL = tl.constexpr(0)
 TRIANGULAR = tl.constexpr(1)
 COMPACT = tl.constexpr(2)
@@ -21,11 +21,11 @@ COMPACT = tl.constexpr(2)
 
 @triton.jit
 def load_reflectors(V, i, j, first, r, d, row_stride, col_stride, FORM: tl.constexpr):
-    """Rows i and columns j of V, as the reflectors that they stand for: zeros, and ones, where nothing is stored.
+    """Loads rows i and columns j of V, with the zeros and ones of the reflectors where V stores other values.
 
-    ``first`` is at most the smallest i, and a multiple of 8. What stands left of column ``first`` is not read. What
-    stands between it and the diagonal is, and then set to zero: a mask that follows the diagonal would keep the
-    compiler from loading four numbers at once.
+    ``first`` is at most the smallest i, and a multiple of 8. Columns left of ``first`` are not read. Entries between
+    column ``first`` and the diagonal are read and set to zero: a mask that follows the diagonal would keep the compiler
+    from loading four numbers at once.
     """
     row, col = i[:, None], j[None, :]
     inside = (row < r) & (col < d)
@@ -43,14 +43,14 @@ def load_reflectors(V, i, j, first, r, d, row_stride, col_stride, FORM: tl.const
 
 @triton.jit
 def signs_of(SIGNS, stride, j, mask):
-    """1 or −1, by the sign bits of the entries j, on a diagonal or in a row: −0 is negative."""
+    """The signs, 1 or −1, of entries j of a diagonal or row, from their sign bits: −0 is negative."""
     bits = tl.load(SIGNS + j.to(tl.int64) * stride, mask=mask, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -1.0, 1.0)
 
 
 @triton.jit
 def signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, mask, U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr):
-    """The signs that sigma_j is multiplied by, of one side of the weight, of both, or of none."""
+    """The signs that multiply sigma_j: from one side of the weight, from both, or 1."""
     sign = tl.full(j.shape, 1.0, tl.float32)
     if U_SIGNED:
         sign *= signs_of(U_SIGNS, U_signs_stride, j, mask)
@@ -61,7 +61,7 @@ def signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, mask, U_SIGNED: t
 
 @triton.jit
 def stored(x, POINTER):
-    """x in the dtype of the memory it goes to, rounded to nearest."""
+    """Rounds x to nearest in the dtype of POINTER."""
     if POINTER.dtype.element_ty == tl.float32:
         return x
     else:
@@ -76,7 +76,7 @@ def factors(
     """T: (B, blocks, K, K) of every block of V: (B, r, d), and the power of two that each reflector is multiplied by.
 
     One program a block. Its columns are read twice, BD at a time: for the largest entries, and for the Gram matrix.
-    T is found by halves, as in ``blocked.triangular_T``.
+    T is computed by halves, as in ``blocked.triangular_T``.
     """
     block, batch = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     V += batch * batch_stride
@@ -89,7 +89,7 @@ def factors(
     for c in range(start, d, BD):
         y = load_reflectors(V, reflections, c + tl.arange(0, BD), start, r, d, row_stride, col_stride, FORM)
         largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
-    # 2 to the minus exponent of the largest entry, by its bits. The limits keep both powers normal numbers.
+    # 2 to the minus exponent of the largest entry, from its bits. The limits keep both powers normal numbers.
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
     scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(SCALE + batch * (blocks * K) + reflections, scale)
@@ -113,12 +113,12 @@ def factors(
 
 @triton.jit
 def read_row(
-    X, X2, row, j, m, total, x_stride, d, given, factor, SCALED: tl.constexpr, RECORD: tl.constexpr
+    X, X2, row, j, m, total, x_stride, d, has_input, diagonal, SCALED: tl.constexpr, RECORD: tl.constexpr
 ):  # fmt: skip
-    """A row of X above X2, the rows of X times ``factor``; zeros beyond the last one."""
-    a = tl.load(X + row * x_stride + j, mask=given & (row < m), other=0.0).to(tl.float32)
+    """Loads a row of X stacked on X2; rows of X are multiplied by ``diagonal``. Rows beyond the last one are zeros."""
+    a = tl.load(X + row * x_stride + j, mask=has_input & (row < m), other=0.0).to(tl.float32)
     if SCALED:
-        a *= factor
+        a *= diagonal
     if RECORD:
         a += tl.load(X2 + (row - m) * d + j, mask=(j < d) & (row >= m) & (row < total), other=0.0).to(tl.float32)
     return a
@@ -126,7 +126,7 @@ def read_row(
 
 @triton.jit
 def reflect_row(a, y, t, LAST_FIRST: tl.constexpr):
-    """The row through the block of y and t: a − z Y, and z."""
+    """Applies the block of y and t to the row a: returns a − z Y, and z."""
     s = tl.sum(y * a[None, :], 1)
     if LAST_FIRST:  # s Tᵀ
         z = tl.sum(t * s[None, :], 1)
@@ -154,16 +154,16 @@ def sweep(
     U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_COPY: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Two rows through all blocks, x Qᵀ if LAST_FIRST and x Q otherwise, held in the registers of one program.
+    """Applies all blocks to two rows in the registers of one program: x Qᵀ if LAST_FIRST, else x Q.
 
-    Rows are those of X: (B, m, ≥ x_columns), then those of X2: (B, m2, d); a program takes two that are half of them
-    apart, and reads every reflector once for both. A step takes K reflections, for which the K × K squares on the
-    diagonal of T, of blocks of TK, serve as their T. For a weight U Σ Vᵀ the rows of X are multiplied by sigma and its
-    signs as they are read, and the bias is added as rows are written, and the rows without it to COPY. Columns beyond
-    ``x_columns`` are zero, those beyond ``out_columns`` are not written.
+    Rows of X: (B, m, ≥ x_columns) precede rows of X2: (B, m2, d). A program takes two rows, half of their number apart,
+    and reads every reflector once for both. A step applies K reflections; their T is a K × K square on the diagonal of
+    a block's T: (TK, TK). For a weight U Σ Vᵀ, rows of X are multiplied by sigma and its signs when they are read, and
+    the bias is added when rows are written; COPY gets the rows without the bias. Columns beyond ``x_columns`` are read
+    as zero, columns beyond ``out_columns`` are not written.
 
-    RECORD, with which there is an X2, is for the gradient: Z: (B, m + m2, blocks·K), and the rows before each group of
-    reflections, GROUP at a time, STATES: (B, groups, m + m2, d).
+    RECORD writes the tensors for the gradient, and needs an X2: Z: (B, m + m2, blocks·K), and STATES: (B, groups,
+    m + m2, d), the rows before each group of GROUP reflections.
     """
     total = m + m2
     programs = tl.cdiv(total, 2)
@@ -175,19 +175,19 @@ def sweep(
     first_step = 0
     if OF_IDENTITY:
         a, b = tl.where(j == row, 1.0, 0.0), tl.where(j == other, 1.0, 0.0)
-        if FORM >= TRIANGULAR:  # reflections after the other-th leave both as they are
+        if FORM >= TRIANGULAR:  # reflections after the other-th do not change either row
             first_step = tl.maximum(blocks - 1 - other // K, 0)
     else:
-        given = j < x_columns
-        factor = tl.full([D], 1.0, tl.float32)
+        has_input = j < x_columns
+        diagonal = tl.full([D], 1.0, tl.float32)
         if SCALED:
-            factor = signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, given, U_SIGNED, V_SIGNED)
+            diagonal = signs(U_SIGNS, V_SIGNS, U_signs_stride, V_signs_stride, j, has_input, U_SIGNED, V_SIGNED)
             if HAS_SIGMA:
-                factor *= tl.load(SIGMA + j, mask=given, other=0.0).to(tl.float32)
+                diagonal *= tl.load(SIGMA + j, mask=has_input, other=0.0).to(tl.float32)
         X += batch * m * x_stride
         X2 += batch * m2 * d
-        a = read_row(X, X2, row, j, m, total, x_stride, d, given, factor, SCALED, RECORD)
-        b = read_row(X, X2, other, j, m, total, x_stride, d, given, factor, SCALED, RECORD)
+        a = read_row(X, X2, row, j, m, total, x_stride, d, has_input, diagonal, SCALED, RECORD)
+        b = read_row(X, X2, other, j, m, total, x_stride, d, has_input, diagonal, SCALED, RECORD)
     for step in tl.range(first_step, blocks, num_stages=STAGES):
         block = step
         if LAST_FIRST:
@@ -227,11 +227,11 @@ def gradient(
     TRANSPOSE: tl.constexpr, FORM: tl.constexpr, SHARED: tl.constexpr, DIAGONAL: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """∂V of GROUP reflections and BD columns: N Y − Zᵀ g − Rᵀ O, times the scale of each, one program each.
+    """∂V of GROUP reflections and BD columns: N Y − Zᵀ g − Rᵀ O, times the scale of each reflector. One program each.
 
     Z: (B, 2m, known) holds R above −Z, STATES: (B, groups, 2m, d) g above O. Reflectors beyond the ``used`` ones, and
-    what stands left of a diagonal, have a zero gradient; where two sides are SHARED, only what is right of the diagonal
-    is written, and the diagonal by one of them. That of compact reflectors gets ``autograd.with_sign_guard``.
+    entries left of the diagonal, have a zero gradient. If two sides are SHARED, each writes entries right of its
+    diagonal only, and one writes the diagonal. ``autograd.with_sign_guard`` defines the diagonal of compact reflectors.
     """
     tiles, groups = tl.cdiv(d, BD), tl.cdiv(r, GROUP)
     tile, group = tl.program_id(0) % tiles, tl.program_id(0) // tiles % groups
@@ -295,7 +295,7 @@ def sums_over_rows(
     U_SIGNED: tl.constexpr, V_SIGNED: tl.constexpr, NEEDS_SIGMA: tl.constexpr, NEEDS_BIAS: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """∂sigma: the sum of G_INNER: (m, k) times INNER: (m, ≥ k) over all rows, with the signs; ∂bias: that of G: (m, n).
+    """∂sigma: the sum of G_INNER: (m, k) times INNER: (m, ≥ k) over all rows, with the signs; ∂bias: the sum of G.
 
     One program for BD columns.
     """

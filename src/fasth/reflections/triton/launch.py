@@ -1,7 +1,7 @@
-"""x Qᵀ and x (U Σ Vᵀ)ᵀ with their gradients, each a few launches of the kernels, on tensors that are given as they are.
+"""x Qᵀ and x (U Σ Vᵀ)ᵀ with their gradients, each a few launches of the kernels. Arguments are not checked here.
 
 Between forward and backward T and the scales are saved, besides the tensors that ``autograd`` saves. The states for the
-gradient are found again from the output: section 6 of ``reflections/README.md``.
+gradient are recomputed from the output: section 6 of ``reflections/README.md``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Side(NamedTuple):
 
 
 class Sigma(NamedTuple):
-    """What rows are multiplied by between the two sides: (k,), or ones, and up to two vectors that have its signs."""
+    """The diagonal between the two sides: (k,), or None for ones, and up to two vectors whose signs multiply it."""
 
     values: Tensor | None
     k: int
-    signs: tuple[tuple[Tensor | None, int], tuple[Tensor | None, int]]  # where each begins, and its stride
+    signs: tuple[tuple[Tensor | None, int], tuple[Tensor | None, int]]  # first entry and stride of each vector
 
     def arguments(self) -> dict[str, Any]:
         (U, U_stride), (V, V_stride) = self.signs
@@ -66,7 +66,7 @@ NO_SIGMA = Sigma(None, 0, (NO_SIGNS, NO_SIGNS))
 
 
 def householder(x: Tensor, V: Tensor, plan: Plan) -> list[Tensor]:
-    """x Qᵀ, or x Q; then what is saved: a copy of it, T and the scales.  x: (*, d) or (B, m, d)."""
+    """Returns x Qᵀ, or x Q; then the saved tensors: a copy of it, T and the scales.  x: (*, d) or (B, m, d)."""
     side = factored(V, plan.form)
     rows = _rows(x, V)
     out = torch.empty_like(rows)
@@ -105,24 +105,24 @@ def svd_linear(
     plan: Plan,
     signs: Tensor | None = None,
 ) -> list[Tensor]:
-    """x Wᵀ + bias; then what is saved: x Q_V, x Wᵀ, and T and the scales of each side.  x: (*, m) → (*, n).
+    """Returns x Wᵀ + bias; then the saved tensors: x Q_V, x Wᵀ, T and the scales of each side.  x: (*, m) → (*, n).
 
-    x Q_V and x Wᵀ are float32, whatever the dtype. ``signs``: (1, k) or (2, k), of full reflectors' columns.
+    x Q_V and x Wᵀ are float32 for every dtype. ``signs``: (1, k) or (2, k), the column signs of full reflectors.
     """
-    of_U, of_V = _sides(U, V, plan.form)
-    n, m = of_U.V.shape[-1], of_V.V.shape[-1]
+    side_U, side_V = _sides(U, V, plan.form)
+    n, m = side_U.V.shape[-1], side_V.V.shape[-1]
     scaling = _sigma(U, sigma, V, plan.form, min(n, m), signs)
-    rows = _rows(x, of_V.V[0])
+    rows = _rows(x, side_V.V[0])
     inner = rows.new_empty(rows.shape, dtype=torch.float32)
     out = rows.new_empty(1, rows.shape[1], n)
     copy = torch.empty_like(out, dtype=torch.float32) if plan.copy_output else None
-    sweep(of_V, rows, out=inner, last_first=False)
+    sweep(side_V, rows, out=inner, last_first=False)
     bias = bias if bias is None else bias.contiguous()
-    sweep(of_U, inner, out=out, copy=copy, last_first=True, sigma=scaling, bias=bias)
+    sweep(side_U, inner, out=out, copy=copy, last_first=True, sigma=scaling, bias=bias)
     out = out.reshape(*x.shape[:-1], n)
     if not plan.save:
         return [out]
-    factors = of_V[2:] if plan.symmetric else (*of_V[2:], *of_U[2:])
+    factors = side_V[2:] if plan.symmetric else (*side_V[2:], *side_U[2:])
     return [out, inner[0], *([copy] if copy is not None else []), *factors]
 
 
@@ -139,28 +139,28 @@ def svd_linear_backward(
 ) -> list[Tensor | None]:
     """The gradients of x, U, sigma, V and the bias, each None where it is not needed.
 
-    That of one matrix with both sides is U's, and so is the sum of both where U and V are the same.
+    U's is the whole gradient if U holds both sides, and the sum of both gradients if U and V are the same tensor.
     """
     needs_x, needs_U, needs_sigma, needs_V, needs_bias = needs
     needs_V = needs_U if plan.symmetric else needs_V
     factors = -2 if plan.symmetric else -4
     inner, *products = saved[:factors]
-    of_U, of_V = _sides(U, V, plan.form, saved[factors:])
-    n, m = of_U.V.shape[-1], of_V.V.shape[-1]
+    side_U, side_V = _sides(U, V, plan.form, saved[factors:])
+    n, m = side_U.V.shape[-1], side_V.V.shape[-1]
     scaling = _sigma(U, sigma, V, plan.form, min(n, m), signs)
-    rows, inner = _rows(g, of_U.V[0]), inner.contiguous()
-    train_U, train_V = needs_U and len(of_U.V[0]) > 0, (needs_U if V is None else needs_V) and len(of_V.V[0]) > 0
+    rows, inner = _rows(g, side_U.V[0]), inner.contiguous()
+    train_U, train_V = needs_U and len(side_U.V[0]) > 0, (needs_U if V is None else needs_V) and len(side_V.V[0]) > 0
     g_inner = rows.new_empty(1, rows.shape[1], scaling.k, dtype=torch.float32)
     dx = rows.new_empty(1, rows.shape[1], m)
-    of_rows_U = of_rows_V = None
+    recorded_U = recorded_V = None
     if train_U or needs_sigma or train_V or needs_x:
         product = products[0] if products else output
         other = product.contiguous().reshape(rows.shape) if train_U and product is not None else None
-        of_rows_U = sweep(of_U, rows, other, out=g_inner, last_first=False, record=train_U)
+        recorded_U = sweep(side_U, rows, other, out=g_inner, last_first=False, record=train_U)
     if train_V or needs_x:
         other = inner[None] if train_V else None
-        of_rows_V = sweep(of_V, g_inner, other, out=dx, last_first=True, sigma=scaling, record=train_V)
-    dU, dV = _gradients_of_sides(U, V, of_U, of_V, of_rows_U, of_rows_V, needs_U, needs_V)
+        recorded_V = sweep(side_V, g_inner, other, out=dx, last_first=True, sigma=scaling, record=train_V)
+    dU, dV = _gradients_of_sides(U, V, side_U, side_V, recorded_U, recorded_V, needs_U, needs_V)
     if plan.symmetric and dU is not None and dV is not None:
         dU, dV = dU + dV, None
     dsigma, dbias = sums_over_rows(rows[0], g_inner[0], inner, scaling, needs_sigma, needs_bias)
@@ -170,36 +170,36 @@ def svd_linear_backward(
 def _gradients_of_sides(
     U: Tensor,
     V: Tensor | None,
-    of_U: Side,
-    of_V: Side,
-    of_rows_U: Recorded | None,
-    of_rows_V: Recorded | None,
+    side_U: Side,
+    side_V: Side,
+    recorded_U: Recorded | None,
+    recorded_V: Recorded | None,
     needs_U: bool,
     needs_V: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """∂U and ∂V. Two sides in one matrix write their halves of one gradient, and V's the diagonal."""
+    """∂U and ∂V. Two sides in one matrix write their halves of one gradient; V's side writes the diagonal."""
     dU = torch.empty_like(U) if needs_U else None
     dV = torch.empty_like(V) if needs_V and V is not None else None
     if V is None and dU is not None:
-        gradient(of_U, of_rows_U, dU.mT[None], transpose=False, shared=True)
-        gradient(of_V, of_rows_V, dU[None], transpose=True, shared=True, diagonal=True)
+        gradient(side_U, recorded_U, dU.mT[None], transpose=False, shared=True)
+        gradient(side_V, recorded_V, dU[None], transpose=True, shared=True, diagonal=True)
         return dU, None
     if dU is not None:
-        gradient(of_U, of_rows_U, dU[None], transpose=False)
+        gradient(side_U, recorded_U, dU[None], transpose=False)
     if dV is not None:
-        gradient(of_V, of_rows_V, dV[None], transpose=True)
+        gradient(side_V, recorded_V, dV[None], transpose=True)
     return dU, dV
 
 
 def _sides(U: Tensor, V: Tensor | None, form: int, saved: Sequence[Tensor] = ()) -> tuple[Side, Side]:
-    """``saved``: T and the scales of V's side, and of U's where that is another."""
+    """The sides of U and V. ``saved``: T and the scales of V's side, then of U's side if it is not the same."""
     reflectors_U, reflectors_V = (U.mT, U) if V is None else (U, V)
-    of_V = factored(reflectors_V, form, *saved[:2])
-    return of_V if V is U else factored(reflectors_U, form, *saved[2:]), of_V
+    side_V = factored(reflectors_V, form, *saved[:2])
+    return side_V if V is U else factored(reflectors_U, form, *saved[2:]), side_V
 
 
 def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, most: int, signs: Tensor | None) -> Sigma:
-    """``signs``: (1, k) or (2, k). Compact reflectors have them on their diagonals."""
+    """The diagonal between the sides. ``signs``: (1, k) or (2, k); compact reflectors have signs on their diagonals."""
     found: list[tuple[Tensor | None, int]] = []
     if signs is not None:
         found = [(row, row.stride(0)) for row in signs.unbind(0)]
@@ -211,7 +211,7 @@ def _sigma(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, most: i
 
 
 def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None = None) -> Side:
-    """The side of V: (r, d) or (B, r, d), whose T and scales are computed if they are not given. One launch."""
+    """Makes the side of V: (r, d) or (B, r, d). One launch computes T and the scales if they are None."""
     V = V if V.ndim == 3 else V[None]
     if T is not None and scale is not None:
         return Side(V, form, T, scale)
@@ -239,7 +239,7 @@ def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None
 
 
 class Recorded(NamedTuple):
-    """What a sweep of g above the output leaves for the gradient."""
+    """Tensors that a sweep of g and the output records for the gradient."""
 
     Z: Tensor  # (B, 2m, blocks·STEP), R above −Z
     states: Tensor  # (B, groups, 2m, d), g above O before each group of reflections
@@ -258,9 +258,9 @@ def sweep(
     record: bool = False,
     of_identity: bool = False,
 ) -> Recorded | None:
-    """Rows of x: (B, m, ·), and of x2: (B, m, d), through all blocks of a side; those of x into out. One launch.
+    """Applies all blocks of a side to the rows of x: (B, m, ·) and x2: (B, m, d), and writes x's rows to out.
 
-    ``copy`` gets the rows of out, without the bias.
+    ``copy`` receives the rows of out without the bias. One launch.
     """
     V, form, T, scale = side
     B, _, d = V.shape
@@ -328,7 +328,7 @@ def gradient(
     B, r, d = V.shape
     if recorded is None:  # no reflectors
         return
-    of_dV = {f"dv_{name}": stride for name, stride in _strides(dV).items()}
+    dV_strides = {f"dv_{name}": stride for name, stride in _strides(dV).items()}
     launched(
         kernels.gradient,
         B * -(-r // GROUP) * -(-d // chunk(d)),
@@ -343,7 +343,7 @@ def gradient(
         used=_used(V, form),
         d=d,
         **_strides(V),
-        **of_dV,
+        **dV_strides,
         known=scale.shape[1],
         TRANSPOSE=transpose,
         FORM=form,
@@ -389,13 +389,13 @@ def sums_over_rows(
 
 
 def _rows(x: Tensor, V: Tensor) -> Tensor:
-    """x: (*, d) as (1, m, d) for V: (r, d); x: (B, m, d) as it is for V: (B, r, d)."""
+    """Reshapes x: (*, d) to (1, m, d) for V: (r, d). For V: (B, r, d), x is (B, m, d) already."""
     d = V.shape[-1]
     return (x if V.ndim == 3 else x.reshape(1, x.numel() // d, d)).contiguous()
 
 
 def _used(V: Tensor, form: int) -> int:
-    """How many reflectors there are: of triangular and compact ones those beyond d are zero."""
+    """The number of nonzero reflectors: triangular and compact reflectors beyond d are zero."""
     r, d = V.shape[-2:]
     return r if form == FULL else min(r, d)
 

@@ -1,4 +1,4 @@
-"""How every kernel is launched, and who is told of it."""
+"""Launches kernels, and calls observers of launches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fasth.reflections.triton.configurations import FUSE
 
-# Each is told of every launch: the kernel, its options, its arguments. For counts, and to compile what would be
-# launched. On the meta device that is all that happens.
+# Observers are called before every launch, with the kernel, its options and its arguments, to count launches or to
+# compile the kernels. On the meta device only the observers are called; nothing is launched.
 observers: list[Callable[[Any, dict[str, int], dict[str, Any]], None]] = []
 
 
 def on_hip(options: dict[str, int]) -> dict[str, int]:
-    """AMD's warps have 64 threads, so that 8 are as many as 16 of NVIDIA's. There is no limit to registers to give."""
+    """Options for AMD: 8 warps of 64 threads are as many threads as 16 of NVIDIA's, and registers have no limit."""
     return {"num_warps": min(options["num_warps"], 8)}
 
 

@@ -1,4 +1,4 @@
-"""The recurrence h_t = f(x_t + W h_{t−1}) and its gradients, a launch each."""
+"""The recurrence h_t = f(x_t + W h_{t−1}) and its gradients, one launch each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fasth.reflections.triton.launching import launched
 def recurrence(
     x: Tensor, sizes: list[int] | None, W: Tensor, h0: Tensor, bias: Tensor | None, f: int, reverse: bool
 ) -> Tensor:
-    """The states at all times, of x's shape.  x: (time, batch, h), since packed sequences do not come here."""
+    """The states at all times, of x's shape.  x: (time, batch, h), since packed sequences are not supported."""
     _check_sizes(sizes)
     x, W = x.contiguous(), W.contiguous()
     out = torch.empty_like(x)

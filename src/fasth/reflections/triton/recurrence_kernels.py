@@ -1,7 +1,7 @@
-"""h_t = f(x_t + W h_{t−1}) for all times in one launch, and the way back through them in another, in Triton.
+"""h_t = f(x_t + W h_{t−1}) for all times in one launch, and its backward pass in another, in Triton.
 
-A program takes ROWS sequences through all times. Its states go through memory: what a step stores, the next one loads
-in slices, after a barrier. So the products are those of tiles, and W is read from the cache at every step.
+A program takes ROWS sequences through all times. States go through memory: after a barrier, each step loads in slices
+the states that the previous step stored. So products are products of tiles, and every step reads W from the cache.
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ MODRELU = tl.constexpr(2)
 
 @triton.jit
 def tanh(z):
-    """By the exponential function, and by a series near 0, where that would lose digits."""
+    """tanh by the exponential function; near 0, where it would lose digits, by a series."""
     e = tl.exp(-2.0 * tl.abs(z))
     far = tl.div_rn(1.0 - e, 1.0 + e)
     s = z * z
@@ -32,7 +32,7 @@ def tanh(z):
 
 @triton.jit
 def activated(z, bias, F: tl.constexpr):
-    """f(z), and NaN where z is."""
+    """f(z); NaN stays NaN."""
     if F == TANH:
         return tanh(z)
     if F == RELU:
@@ -45,7 +45,7 @@ def activated(z, bias, F: tl.constexpr):
 def times_weight(
     z, STATES, W, rows, j, batch, h, TRANSPOSE: tl.constexpr, SLICE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """z + s W, or z + s Wᵀ if TRANSPOSE, in the columns j, where s are rows of STATES: (batch, h)."""
+    """Columns j of z + s W, or of z + s Wᵀ if TRANSPOSE, with s rows of STATES: (batch, h)."""
     for start in range(0, h, SLICE):
         i = start + tl.arange(0, SLICE)
         at = rows[:, None].to(tl.int64) * h + i[None, :]
@@ -64,9 +64,9 @@ def recurrence(
     F: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """OUT: (times, batch, h), the states.  X like OUT, W: (h, h), H0: (batch, h), BIAS: (h,), of modReLU."""
+    """The states OUT: (times, batch, h).  X has OUT's shape, W: (h, h), H0: (batch, h), BIAS: (h,) for modReLU."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    of_rows, stride = rows[:, None].to(tl.int64) * h, batch.to(tl.int64) * h
+    row_offsets, stride = rows[:, None].to(tl.int64) * h, batch.to(tl.int64) * h
     for step in range(times):
         t, before = step, step - 1
         if REVERSE:
@@ -76,7 +76,7 @@ def recurrence(
             states = H0
         for start in range(0, h, TILE):
             j = start + tl.arange(0, TILE)
-            mask, place = (rows < batch)[:, None] & (j < h)[None, :], t * stride + of_rows + j[None, :]
+            mask, place = (rows < batch)[:, None] & (j < h)[None, :], t * stride + row_offsets + j[None, :]
             z = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
             z = times_weight(z, states, W, rows, j, batch, h, True, SLICE, PRECISION)
             bias = tl.zeros([TILE], tl.float32)
@@ -92,16 +92,16 @@ def recurrence_backward(
     F: tl.constexpr, REVERSE: tl.constexpr, NEEDS_H0: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     SLICE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """DX: (times, batch, h), dx_t = f′ · (g_t + dx_{t+1} W), and DH0: (batch, h), the first of them times W."""
+    """DX: (times, batch, h), dx_t = f′ · (g_t + dx_{t+1} W), and DH0: (batch, h), dx of the first time times W."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    of_rows, stride = rows[:, None].to(tl.int64) * h, batch.to(tl.int64) * h
+    row_offsets, stride = rows[:, None].to(tl.int64) * h, batch.to(tl.int64) * h
     for step in range(times):
         t, after = times - 1 - step, times - step
         if REVERSE:
             t, after = step, step - 1
         for start in range(0, h, TILE):
             j = start + tl.arange(0, TILE)
-            mask, place = (rows < batch)[:, None] & (j < h)[None, :], t * stride + of_rows + j[None, :]
+            mask, place = (rows < batch)[:, None] & (j < h)[None, :], t * stride + row_offsets + j[None, :]
             e = tl.load(G + place, mask=mask, other=0.0).to(tl.float32)
             if step > 0:
                 e = times_weight(e, DX + after * stride, W, rows, j, batch, h, False, SLICE, PRECISION)
@@ -120,4 +120,4 @@ def recurrence_backward(
             j = start + tl.arange(0, TILE)
             e = tl.zeros([ROWS, TILE], tl.float32)
             e = times_weight(e, DX + last * stride, W, rows, j, batch, h, False, SLICE, PRECISION)
-            tl.store(DH0 + of_rows + j[None, :], stored(e, DH0), mask=(rows < batch)[:, None] & (j < h)[None, :])
+            tl.store(DH0 + row_offsets + j[None, :], stored(e, DH0), mask=(rows < batch)[:, None] & (j < h)[None, :])
