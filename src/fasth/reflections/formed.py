@@ -95,7 +95,7 @@ def gradients(
 
 
 def _reflectors(R: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of U and of V, each k: (2, k, max(n, m)), divided by a power of two each, and these: (2, k, 1)."""
+    """The k reflectors of U and of V, each divided by a power of two: (2, k, max(n, m)); and the powers: (2, k, 1)."""
     k = min(R.shape)
     R = R.float() if R.dtype in (torch.bfloat16, torch.float16) else R
     V = blocked.expand_compact(_side_by_side(R.mT[:k], R[:k], -1))
