@@ -210,7 +210,7 @@ _remembered_svd_plan = functools.lru_cache(4096)(_svd_plan)
 
 @functools.cache
 def tuning() -> dict[tuple[str, int, str, int], tuning_file.Entry]:
-    """What ``fasth.tune`` found on this machine, by (device, threads, dtype, d)."""
+    """The entries that ``fasth.tune`` wrote on this machine, by (device, threads, dtype, d)."""
     return tuning_file.entries_here()
 
 

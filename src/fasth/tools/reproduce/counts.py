@@ -241,7 +241,7 @@ def _gradient(a: dict[str, Any]) -> tuple[int, int]:
 
 
 def _of_recurrence(a: dict[str, Any]) -> tuple[int, int]:
-    """And the cache serves W, which every step reads."""
+    """A product of h × h a sequence and time. W is read from the cache: it counts no bytes."""
     return 2 * a["times"] * a["batch"] * a["h"] ** 2, 0
 
 
