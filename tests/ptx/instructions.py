@@ -235,6 +235,15 @@ def _move(one: Instruction, words: list[str]) -> Step:
                 write(m, (bits >> TYPES[kind](width * i)).astype(f"u{width // 8}"), mask)
 
         return unpack
+    if isinstance(source, list):
+        width = int(kind[1:]) // len(source)
+        write, parts = _target(target), [_source(part, f"b{width}") for part in source]
+
+        def pack(m: Any, mask: np.ndarray | None) -> None:
+            bits = [part(m).astype(TYPES[kind]) << TYPES[kind](width * i) for i, part in enumerate(parts)]
+            write(m, np.bitwise_or.reduce(bits), mask)
+
+        return pack
     write, a = _target(target), _source(source, kind)
     return lambda m, mask: write(m, a(m), mask)
 

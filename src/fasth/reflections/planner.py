@@ -54,7 +54,7 @@ FORMING_ROWS = 3
 
 
 class Where(NamedTuple):
-    """Everything besides sizes that a plan depends on. ``device`` is a device type, ``threads`` the number of CPU threads."""
+    """Everything besides sizes that a plan depends on: ``device`` is a type, ``threads`` the number of CPU threads."""
 
     backend: str = CORE
     device: str = "cpu"
