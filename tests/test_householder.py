@@ -136,6 +136,17 @@ def test_compact_reflectors_have_second_derivatives(device):
     assert torch.autograd.gradgradcheck(lambda x, m: reflect(x, m.mT, "compact"), (x, matrix), fast_mode=True)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("negated", [False, True], ids=["plain", "negated"])
+def test_no_reflectors_that_want_a_gradient_of_a_constant_input(create_graph, negated, device):
+    """x Qᵀ is then x, which requires no gradient, and the gradient of V is empty."""
+    x, V = torch.randn(5, 12, device=device), torch.zeros(0, 12, device=device, requires_grad=True)
+    out = householder(x, torch._neg_view(V) if negated else V)
+    g = torch._neg_view(torch.randn_like(out)) if negated else torch.randn_like(out)
+    (dV,) = torch.autograd.grad(out, V, g, create_graph=create_graph)
+    assert dV.shape == V.shape
+
+
 def saved_bytes(function) -> int:
     """The memory of all tensors that autograd saves for the backward pass, each storage once."""
     saved: dict[int, int] = {}

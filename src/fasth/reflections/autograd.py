@@ -218,10 +218,14 @@ def _gradients_by_autograd(
     """The gradients of those ``inputs`` that need one, by autograd through ``function(*inputs)``."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Detached, so that the graph ends at these inputs.
+        # New views, at which the graph of the function ends.
         inputs = [t if t is None else t.view_as(t) for t in inputs]
         wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad(function(*inputs), wanted, g, create_graph=again, materialize_grads=True))
+        out = function(*inputs)
+        if out.requires_grad:
+            found = iter(torch.autograd.grad(out, wanted, g, create_graph=again, materialize_grads=True))
+        else:  # where there are no reflectors, x Qᵀ is x
+            found = iter([torch.zeros_like(t) for t in wanted])
     return [next(found) if need else None for need in needs]
 
 
