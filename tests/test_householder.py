@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fasth import householder
 from fasth.functional import reflect
 from fasth.reflections import planner
+from fasth.reflections.autograd import with_sign_guard
 from fasth.tools.problems import (
     DIRECTIONS,
     PROBLEMS,
@@ -134,6 +135,12 @@ def test_compact_reflectors_have_second_derivatives(device):
     matrix = torch.randn(6, 6, dtype=torch.float64, device=device, requires_grad=True)
     x = torch.randn(3, 6, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x, m: reflect(x, m.mT, "compact"), (x, matrix), fast_mode=True)
+
+
+def test_the_push_of_signs_away_from_zero_has_the_precision_of_its_dtype(dtype):
+    reflectors = torch.tensor([0.2, -0.2, 0.0, -0.0, 0.3, -1.0], dtype=dtype).diag_embed()
+    pushes = with_sign_guard(torch.ones(6, 6, dtype=dtype), reflectors).diagonal()
+    assert pushes.tolist() == torch.tensor([-0.1, 0.1, -0.1, 0.1, 0.0, 0.0], dtype=dtype).tolist()
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -273,5 +273,6 @@ def with_sign_guard(gradient: Tensor, reflectors: Tensor) -> Tensor:
     the sign should not change.
     """
     diagonal = reflectors.detach().diagonal(dim1=-2, dim2=-1)
-    guard = torch.where(diagonal.abs() < 0.25, torch.where(diagonal.signbit(), 0.1, -0.1), 0.0)
+    push = torch.full_like(diagonal, 0.1).copysign(-diagonal)
+    guard = torch.where(diagonal.abs() < 0.25, push, 0.0)
     return torch.diagonal_scatter(gradient, guard.to(gradient.dtype), dim1=-2, dim2=-1)
