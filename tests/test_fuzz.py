@@ -14,6 +14,7 @@ from fuzz.run import Run
 from fuzz.state import State, summary
 from fuzz.subjects import run_case
 
+from fasth.adapters import turns
 from fasth.nn import cache
 from fasth.nn.linear import LinearSVD
 from fasth.reflections import autograd, core, definition
@@ -100,6 +101,12 @@ def test_a_small_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = LinearSVD._multiply
     monkeypatch.setattr(LinearSVD, "_multiply", lambda self, x: multiply(self, x) * (1 + 2**-9))
     assert failures("linear layers", 60) > 5
+
+
+def test_an_adapter_that_is_merged_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    transposed = turns.ReflectionsTurn.transposed
+    monkeypatch.setattr(turns.ReflectionsTurn, "transposed", lambda self, x: transposed(self, x) * self.signs)
+    assert failures("adapters", 60) > 3
 
 
 # Runs.

@@ -14,7 +14,8 @@ the sizes of the numbers: see ``compare``.
     draws.py       random numbers, shapes, strides and dtypes
     compare.py     the comparison, and what rounding may do
     reference.py   the definition in float64 with its gradient, in NumPy for speed
-    functions.py   operators.py   layers.py   recurrent.py   parametrized.py   flows.py     the subjects
+    functions.py   operators.py   layers.py   maps.py   recurrent.py   parametrized.py   adapted.py   flows.py
+                   the subjects, and compiled.py
     changes.py     every way to change a layer
     subjects.py    the table of subjects; runs one case
     workers.py     processes that run cases

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fasth.reflections import core
 from fuzz import reference
+from fuzz.adapted import adapter_case
 from fuzz.compiled import compiled_case
 from fuzz.draws import Draw
 from fuzz.flows import layer_flow_case, reflector_flow_case
@@ -37,6 +38,7 @@ SUBJECTS = {
     "recurrent layers": Subject(700, recurrent_case),
     "parametrizations": Subject(800, parametrized_case),
     "converted layers": Subject(800, converted_case),
+    "adapters": Subject(700, adapter_case),
     "flows of layers": Subject(500, layer_flow_case),
     "flows of reflectors": Subject(900, reflector_flow_case),
     "torch.compile": Subject(3, compiled_case),
