@@ -21,13 +21,10 @@ from fasth.reflections.triton.configurations import (
     FACTORS_WARPS,
     GRADIENT_WARPS,
     GROUP,
-    STEP,
     SUMS_WARPS,
-    SWEEP_REGISTERS,
-    SWEEP_STAGES,
-    SWEEP_WARPS,
     chunk,
     columns_held,
+    sweep_for,
 )
 from fasth.reflections.triton.launching import launched
 from fasth.reflections.triton.recurrence import recurrence, recurrence_backward  # noqa: F401, with the others
@@ -241,7 +238,7 @@ def factored(V: Tensor, form: int, T: Tensor | None = None, scale: Tensor | None
 class Recorded(NamedTuple):
     """Tensors that a sweep of g and the output records for the gradient."""
 
-    Z: Tensor  # (B, 2m, blocks·STEP), R above −Z
+    Z: Tensor  # (B, 2m, blocks·BLOCK), R above −Z
     states: Tensor  # (B, groups, 2m, d), g above O before each group of reflections
 
 
@@ -272,11 +269,11 @@ def sweep(
         states = torch.empty(B, -(-known // GROUP), total, d, dtype=torch.float32, device=x.device)
         recorded = Recorded(Z, states)
     scaled = sigma is not NO_SIGMA
-    D = columns_held(d)
+    sizes = sweep_for(d, V.stride(1))
     launched(
         kernels.sweep,
         B * -(-total // 2),
-        {"num_warps": SWEEP_WARPS[D], "maxnreg": SWEEP_REGISTERS.get(D, DEFAULT_REGISTERS)},
+        {"num_warps": sizes.warps, "maxnreg": sizes.registers},
         X=x,
         X2=x if x2 is None else x2,
         OUT=out,
@@ -295,22 +292,22 @@ def sweep(
         x_columns=sigma.k if scaled else d,
         x_stride=x.shape[2],
         out_columns=out.shape[2],
-        blocks=known // STEP,
+        blocks=known // sizes.step,
         **_strides(V),
         **sigma.arguments(),
         LAST_FIRST=last_first,
         FORM=form,
-        K=STEP,
+        K=sizes.step,
         TK=BLOCK,
         GROUP=GROUP,
-        D=D,
+        D=columns_held(d),
         OF_IDENTITY=of_identity,
         RECORD=record,
         SCALED=scaled,
         HAS_SIGMA=sigma.values is not None,
         HAS_BIAS=bias is not None,
         HAS_COPY=copy is not None,
-        STAGES=SWEEP_STAGES.get(D, 2),
+        STAGES=sizes.stages,
     )
     return recorded
 
