@@ -10,12 +10,18 @@ Run: python benchmarks/precision_policies.py
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import product as product_of
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasth import householder
+from fasth.reflections import formed
+
+aten = torch.ops.aten
 
 ROWS = 32
 BLOCK_SIZE = 16  # that of the Triton kernels' factors
@@ -192,6 +198,18 @@ def problem(d: int, parallel: bool = False) -> Problem:
     return Problem(V, x, g, out.detach(), dV)
 
 
+def residual_of(Q: Tensor) -> Tensor:
+    """QᵀQ − I in float64."""
+    residual = Q.double().mT @ Q.double()
+    residual.diagonal().sub_(1)
+    return residual
+
+
+def measure_of(residual: Tensor) -> float:
+    """‖QᵀQ − I‖₁ / (d·eps) with the eps of float32."""
+    return (torch.linalg.matrix_norm(residual, 1) / (len(residual) * torch.finfo(torch.float32).eps)).item()
+
+
 class Figures(NamedTuple):
     measure: float  # ‖QᵀQ − I‖₁/(d·eps)
     largest: float  # of the entries of QᵀQ − I
@@ -205,10 +223,9 @@ def figures(example: Problem, policy: Policy, k: int) -> Figures:
     blocks = blocks_of(V, k, policy)
     Qt = multiply(torch.eye(len(V)), blocks, policy)
     out = multiply(x, blocks, policy)
-    residual = Qt.double() @ Qt.double().mT
-    residual.diagonal().sub_(1)
+    residual = residual_of(Qt.mT)
     return Figures(
-        (torch.linalg.matrix_norm(residual, 1) / (len(V) * torch.finfo(V.dtype).eps)).item(),
+        measure_of(residual),
         residual.abs().max().item(),
         relative(out, example.out),
         relative(product(x, Qt, policy.formed), example.out),
@@ -219,6 +236,76 @@ def figures(example: Problem, policy: Policy, k: int) -> Figures:
 def relative(actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖."""
     return ((actual - expected).norm() / expected.norm()).item()
+
+
+# The places of the factors among a product's arguments.
+FACTORS = {aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Rounds the factors of every matrix product within it; triangular solves are left alone."""
+
+    def __init__(self, rounding: str) -> None:
+        super().__init__()
+        self.rounding = rounding
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = () if self.rounding == "ieee" else FACTORS.get(operation, ())
+        rounded, _ = ROUNDINGS.get(self.rounding, (None, 0))
+        args = [rounded(t.contiguous()) if i in places else t for i, t in enumerate(args)]
+        return operation(*args, **(kwargs or {}))
+
+
+class FormedFigures(NamedTuple):
+    measure: float  # ‖UᵀU − I‖₁/(d·eps)
+    stored: float  # the same of U rounded to bfloat16
+    largest: float  # of the entries of UᵀU − I
+    W: float  # the relative error of W
+    rounded: float  # of W after it was rounded to bfloat16
+    dR: float  # of the gradient of the reflectors
+
+
+def formed_figures(d: int, parallel: bool, rounding: str) -> FormedFigures:
+    """Of W = U Vᵀ as ``fasth.reflections.formed`` forms it, from one matrix of compact reflectors."""
+    torch.manual_seed(0)
+    R, g = torch.randn(d, d) + (10 * torch.randn(d) if parallel else 0), torch.randn(d, d)
+    with RoundedProducts(rounding):
+        W, *saved = formed.form(R, None)
+        dR, _ = formed.gradients(g, R, None, *saved)
+    expected, *exact = formed.form(R.double(), None)
+    reference, _ = formed.gradients(g.double(), R.double(), None, *exact)
+    U = saved[4][0]
+    residual, stored = residual_of(U), residual_of(U.bfloat16())
+    return FormedFigures(
+        measure_of(residual),
+        measure_of(stored),
+        residual.abs().max().item(),
+        relative(W, expected),
+        relative(W.bfloat16(), expected),
+        relative(dR, reference),
+    )
+
+
+FORMED_COLUMNS = {
+    "d": 4,
+    "reflectors": 15,
+    "products": 14,
+    "‖UᵀU − I‖₁/(d·eps)": 18,
+    "U in bfloat16": 13,
+    "max. abs. of UᵀU − I": 20,
+    "W": 7,
+    "W, in bfloat16": 14,
+    "∂R": 7,
+}
+
+
+def print_formed(sizes: Sequence[int]) -> None:
+    print(row(*FORMED_COLUMNS, columns=FORMED_COLUMNS))
+    print(row(*("-" * width for width in FORMED_COLUMNS.values()), columns=FORMED_COLUMNS))
+    for d, parallel, rounding in product_of(sizes, (False, True), ("ieee", "tf32", "tf32 truncated")):
+        measure, stored, *errors = formed_figures(d, parallel, rounding)
+        cells = str(d), "nearly parallel" if parallel else "Gaussian", rounding, f"{measure:,.2f}", f"{stored:,.0f}"
+        print(row(*cells, *(f"{error:.1e}" for error in errors), columns=FORMED_COLUMNS), flush=True)
 
 
 COLUMNS = {
@@ -232,9 +319,9 @@ COLUMNS = {
 }
 
 
-def row(*cells: str) -> str:
+def row(*cells: str, columns: Mapping[str, int] = COLUMNS) -> str:
     """A row of a markdown table, in columns of fixed width, so that rows can be printed as they come."""
-    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, COLUMNS.values(), strict=True)) + " |"
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, columns.values(), strict=True)) + " |"
 
 
 def main() -> None:
@@ -242,8 +329,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 2048], help="d, of V: (d, d)")
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="reflections in a block")
     parser.add_argument("--parallel", action="store_true", help="nearly parallel reflectors")
+    parser.add_argument("--formed", action="store_true", help="W of both sides, formed at once as on a GPU")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("highest")  # or `ieee` would not be that
+    if arguments.formed:
+        print_formed(arguments.sizes)
+        return
     print(row(*COLUMNS))
     print(row(*("-" * width for width in COLUMNS.values())))
     for d in arguments.sizes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from dense import assert_close, value_and_gradients
 from torch import Tensor
 
+from fasth import functional
 from fasth.functional import svd_dense
-from fasth.reflections import definition
+from fasth.reflections import definition, formed
 from fasth.reflections.autograd import diagonal_signs, with_sign_guard
 from fasth.reflections.formed import Formed
 from fasth.tools.problems import nearly_parallel
@@ -60,6 +63,25 @@ def test_second_derivatives():
         return torch.autograd.grad(once.square().sum(), R)[0].fill_diagonal_(0)
 
     torch.testing.assert_close(twice(Formed.apply), twice(expected))
+
+
+@pytest.mark.parametrize("under_autocast", [True, False])
+def test_products_may_be_tf32_under_autocast_alone(under_autocast, monkeypatch):
+    """There W is rounded to half precision before it multiplies. Everywhere else they are IEEE float32."""
+    entered = []
+
+    @contextmanager
+    def recorded(t: Tensor):
+        entered.append(t.shape)
+        yield
+
+    monkeypatch.setattr(functional, "forms_at_once", lambda R, sigma: True)  # as on a GPU
+    monkeypatch.setattr(formed, "ieee_products", recorded)
+    R, sigma = (t.requires_grad_() for t in drawn((20, 20), torch.float32))
+    with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
+        W = svd_dense(R, sigma)
+    W.sum().backward()
+    assert W.dtype == torch.float32 and len(entered) == (0 if under_autocast else 2)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])

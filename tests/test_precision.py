@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layers import ALL, CASES, Case, of_every, output, trained
 from torch import Tensor, nn
 
 from fasth import LinearOrthogonal, LinearSVD, LinearSymmetric, spectrum
+from fasth.functional import svd_thin
 from fasth.tools.twins import orthogonality, perturbed
 
 LOW = [torch.bfloat16, torch.float16]
@@ -130,6 +132,33 @@ def test_factors_are_formed_in_full_under_autocast(d: int) -> None:
     assert W.dtype == U.dtype == torch.float32
     assert orthogonality(W) < 1 and orthogonality(U) < 1
     assert error <= eps(torch.bfloat16)
+
+
+@pytest.mark.parametrize("to", LOW)
+@pytest.mark.parametrize("rank", [None, 4])
+def test_many_rows_under_autocast_are_multiplied_as_those_of_a_dense_layer(to: torch.dtype, rank: int | None) -> None:
+    """W is formed in float32; its product with the rows, and the gradient of W, have autocast's dtype."""
+    layer, x = perturbed(LinearSVD(16, 24, rank=rank)), torch.randn(5000, 16, requires_grad=True)
+    g = torch.randn(5000, 24).to(to)
+    with torch.autocast("cpu", to):
+        out = layer(x)
+        if rank is None:
+            expected = F.linear(x, layer.weight, layer.bias)
+        else:
+            A, B = svd_thin(layer.reflectors_U, layer.singular_values, layer.reflectors_V)
+            expected = F.linear(F.linear(x, A), B, layer.bias)
+    assert out.dtype == to and torch.equal(out, expected)
+    tensors = (x, *trained(layer))
+    for found, reference in zip(*(torch.autograd.grad(y, tensors, g) for y in (out, expected)), strict=True):
+        assert found.dtype == torch.float32
+        assert relative(found, reference) <= 64 * eps(torch.float32)
+
+
+def test_a_product_of_an_operator_is_as_precise_under_autocast_for_many_rows() -> None:
+    W, X = LinearSVD(8, 8, init="haar").svd, torch.randn(8, 4000)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(W @ X, W @ X.double().float()) and (W @ X).dtype == torch.float32
+    assert relative(W @ X, W.dense().double() @ X.double()) < 100 * eps(torch.float32)
 
 
 def test_a_scaled_loss() -> None:

@@ -210,3 +210,11 @@ def test_prints_a_markdown_table(
     assert "nan" not in "".join(table)
     for words in (torch.__version__, "nearly parallel", "blocks of 4", "not simulated"):
         assert words in lines[-1]
+
+
+def test_products_of_the_formed_weight_are_rounded(policies: Any) -> None:
+    """IEEE products pass LAPACK's test, TF32 ones do not, and leave W as exact as bfloat16 has to be."""
+    ieee, tf32 = (policies.formed_figures(64, False, rounding) for rounding in ("ieee", "tf32"))
+    assert ieee.measure < 30 < tf32.measure
+    assert ieee.W < 1e-5 and 1e-4 < tf32.W < 2**-8
+    assert tf32.rounded < 1.5 * ieee.rounded and 1e-4 < tf32.dR < 2**-8

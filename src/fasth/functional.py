@@ -94,7 +94,8 @@ def svd_linear(
 ) -> Tensor:
     """x Wᵀ + bias, as ``F.linear(x, W, bias)``, with W = Q_U[:, :k] diag(sigma) Q_V[:, :k]ᵀ never formed for few rows.
 
-    For many rows W is formed or, where k < min(n, m), its two thin factors: see ``svd_thin``.
+    For many rows W is formed or, where k < min(n, m), its two thin factors: see ``svd_thin``. Under autocast the output
+    has the dtype of ``F.linear``'s. Reflections and W are computed without autocast; rows are multiplied by W with it.
 
     Args:
         x: (*, m).
@@ -113,12 +114,14 @@ def svd_linear(
     """
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     _check_svd_linear(x, sigma, bias, n, m)
-    if autocast_enabled(x):
-        x = as_reflectors(x, U.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return svd_linear(x, U, sigma, V, bias, form=form, signs=signs)
+    lower = autocast_enabled(x)
+    x = as_reflectors(x, U.dtype) if lower else x
     of_identity &= bias is None  # with a bias the output is not x Wᵀ, the tensor to save
     plan = plan_svd_linear(x, U, sigma, V, bias, FORMS.index(form), of_identity=of_identity)
+    if lower and not plan.forms_matrix:
+        with torch.autocast(x.device.type, enabled=False):
+            out = svd_linear(x, U, sigma, V, bias, form=form, signs=signs)
+        return out if out.dtype == torch.float64 else out.to(torch.get_autocast_dtype(x.device.type))
     if signs is not None and (plan.forms_matrix or plan.backend != TRITON or is_compiling()):
         sigma, signs = times_signs(sigma, signs), None  # the kernels multiply by the signs while reading sigma
     if plan.forms_matrix:
@@ -137,22 +140,25 @@ def svd_linear(
     return svd_by_products(multiply, x, U, sigma, V, bias, plan.form)
 
 
-def svd_dense(U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact") -> Tensor:
+def svd_dense(
+    U: Tensor, sigma: Tensor | None, V: Tensor | None = None, *, form: str = "compact", is_rounded: bool = False
+) -> Tensor:
     """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from thin factors.
 
     On a GPU both sides in one matrix are formed at once, unless Triton kernels are used: see ``reflections/formed.py``.
+    Under autocast, which sets ``is_rounded``, W is rounded before it multiplies, so that TF32 may form it there.
     """
     _refuse_tracing()
     if autocast_enabled(U):
         with torch.autocast(U.device.type, enabled=False):
-            return svd_dense(U, sigma, V, form=form)
+            return svd_dense(U, sigma, V, form=form, is_rounded=True)
     n, m = U.shape if V is None else (U.shape[1], V.shape[1])
     k = min(n, m) if sigma is None else len(sigma)
     if k < min(n, m):
         A, B = svd_thin(U, sigma, V, form=form)
         return B @ A
     if V is None and forms_at_once(U, sigma):
-        return Formed.apply(U, sigma)
+        return Formed.apply(U, sigma, is_rounded)
     if V is not None and 0 in (len(U), len(V)):
         Q, empty, other = (U, V, m) if len(U) else (V, U, n)
         if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasth.functional import autocast_enabled, check_tensor, svd_dense, svd_linear, svd_thin
+from fasth.functional import check_tensor, svd_dense, svd_linear, svd_thin
 from fasth.nn.cache import state
 from fasth.nn.factored import Factored, Factors, at_least_one, check_dtype, one_of, relative_change
 from fasth.nn.factors import (
@@ -65,7 +65,7 @@ class _Linear(Factored):
         if input.ndim < 1 or input.shape[-1] != self.in_features:
             raise ValueError(f"`input` should have last dimension {self.in_features}; got shape {tuple(input.shape)}")
         weight = self._cached_weight() if state.enabled else None
-        return _as_autocast(self._multiply(input, sigma)) if weight is None else self._multiply_by(weight, input)
+        return self._multiply(input, sigma) if weight is None else self._multiply_by(weight, input)
 
     def _multiply_by(self, weight: Tensor, x: Tensor) -> Tensor:
         """x Wᵀ + bias with the cached weight."""
@@ -441,13 +441,6 @@ def _initial(like: Tensor, init: str) -> Tensor:
     if init == "haar":
         return haar_compact(k, d, dtype=like.dtype, device=like.device)
     return -torch.eye(k, d, dtype=like.dtype, device=like.device)
-
-
-def _as_autocast(out: Tensor) -> Tensor:
-    """Casts ``out`` to the dtype of F.linear under autocast. The reflections are computed without autocast."""
-    if autocast_enabled(out) and out.dtype != torch.float64:
-        return out.to(torch.get_autocast_dtype(out.device.type))
-    return out
 
 
 def _of_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasth.functional import svd_dense, svd_linear
+from fasth.functional import autocast_enabled, svd_dense, svd_linear
 from fasth.operators.matrix import LinAlgError, Matrix, broadcast_batches, computing_dtype, has_entry
 from fasth.operators.orthogonal import Orthogonal, check_form
 
@@ -247,6 +247,9 @@ class SVD(Matrix):
         return self._svd_linear(X) if self._is_one_product() else super()._times_rows(X)
 
     def _svd_linear(self, X: Tensor) -> Tensor:
+        if autocast_enabled(X):
+            with torch.autocast(X.device.type, enabled=False):
+                return self._svd_linear(X)
         if self._shared is not None:
             return svd_linear(X, self._shared, self.sigma)
         return svd_linear(X, self.U.V, self._signed_sigma(), self.V.V, form=self.U.form)

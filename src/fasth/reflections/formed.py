@@ -16,6 +16,7 @@ LAPACK's tests ask for.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +30,16 @@ from fasth.reflections.precision import ieee_products
 
 
 class Formed(torch.autograd.Function):
-    """R: (n, m), sigma: (min(n, m),) or None ↦ W: (n, m). About 34 d³ operations for W and both gradients."""
+    """R: (n, m), sigma: (min(n, m),) or None ↦ W: (n, m). About 34 d³ operations for W and both gradients.
+
+    The products are IEEE float32. If W ``is_rounded`` to half precision before it multiplies, they are TF32 where
+    torch's setting allows that. The triangular solves are IEEE always.
+    """
 
     @staticmethod
-    def forward(ctx: Any, R: Tensor, sigma: Tensor | None) -> Tensor:
-        with ieee_products(R):
+    def forward(ctx: Any, R: Tensor, sigma: Tensor | None, is_rounded: bool = False) -> Tensor:
+        ctx.products = nullcontext if is_rounded else ieee_products
+        with ctx.products(R):
             W, *saved = form(R, sigma)
         ctx.save_for_backward(R, sigma, *saved)
         return W
@@ -45,9 +51,9 @@ class Formed(torch.autograd.Function):
             needs = ctx.needs_input_grad
             dR, dsigma = _gradients_by_autograd(lambda R, sigma: form(R, sigma)[0], (R, sigma), g, needs)
         else:
-            with ieee_products(g):
+            with ctx.products(g):
                 dR, dsigma = gradients(g, R, sigma, *saved)
-        return None if dR is None else with_sign_guard(dR, R), dsigma if ctx.needs_input_grad[1] else None
+        return None if dR is None else with_sign_guard(dR, R), dsigma if ctx.needs_input_grad[1] else None, None
 
 
 def form(R: Tensor, sigma: Tensor | None) -> tuple[Tensor, ...]:
