@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.func import jvp, vmap
 
-from fasth import householder
-from fasth.functional import svd_dense
+from fasth import LinearOrthogonal, LinearSVD, householder
 from fasth.reflections import blocked, definition
 from fasth.reflections.planner import block_size_by_rule
 from fasth.tools.problems import (
@@ -44,14 +43,22 @@ def test_launches_of_a_training_step(form, d):
     assert launches <= 180 or d > 2048
 
 
-@pytest.mark.parametrize("sizes", [(768, 768), (1024, 1024), (2048, 2048), (1024, 700)], ids=str)
-def test_launches_of_forming_a_weight(sizes):
-    """Includes both gradients: 264 launches in blocks of reflections for a square weight of 1024."""
-    R = torch.empty(sizes, device="meta", requires_grad=True)
-    sigma = torch.empty(min(sizes), device="meta", requires_grad=True)
+LAYERS = {
+    "LinearSVD": lambda n, m: LinearSVD(m, n, device="meta"),
+    "LinearSVD, full": lambda n, m: LinearSVD(m, n, reflectors="full", device="meta"),
+    "LinearOrthogonal": lambda n, m: LinearOrthogonal(m, n, device="meta"),
+    "LinearOrthogonal, full": lambda n, m: LinearOrthogonal(m, n, reflectors="full", device="meta"),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("sizes", [(768, 768), (1024, 1024), (2048, 2048), (1024, 700), (700, 1024)], ids=str)
+def test_launches_of_forming_a_weight(sizes, layer):
+    """Includes all gradients: 264 launches in blocks of reflections for a square LinearSVD of 1024."""
+    made = LAYERS[layer](*sizes)
     with observed() as launched:
-        W = svd_dense(R, sigma)
-        torch.autograd.grad(W, (R, sigma), torch.empty_like(W))
+        W = made.weight
+        torch.autograd.grad(W, [p for p in made.parameters() if p.requires_grad], W.detach(), allow_unused=True)
     assert len(launched) <= 60, launched
 
 

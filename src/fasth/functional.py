@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # missing in torch's types
 
 from fasth.reflections.autograd import Householder, SVDLinear, compose, signed_sigma, svd_by_products, times_signs
-from fasth.reflections.formed import Formed
+from fasth.reflections.formed import columns_at_once, svd_at_once
 from fasth.reflections.plan import COMPOSED, CORE, DTYPES, FORMS, FULL, TORCH, TRIANGULAR, TRITON, Plan
 from fasth.reflections.planner import forms_at_once, plan_householder, plan_svd_linear
 
@@ -145,7 +145,7 @@ def svd_dense(
 ) -> Tensor:
     """W: (n, m) of ``svd_linear``, by applying the reflections to the smaller identity, or from thin factors.
 
-    On a GPU both sides in one matrix are formed at once, unless Triton kernels are used: see ``reflections/formed.py``.
+    On a GPU both sides are formed at once, unless Triton kernels are used: see ``reflections/formed.py``.
     Under autocast, which sets ``is_rounded``, W is rounded before it multiplies, so that TF32 may form it there.
     """
     _refuse_tracing()
@@ -157,13 +157,13 @@ def svd_dense(
     if k < min(n, m):
         A, B = svd_thin(U, sigma, V, form=form)
         return B @ A
-    if V is None and forms_at_once(U, sigma):
-        return Formed.apply(U, sigma, is_rounded)
     if V is not None and 0 in (len(U), len(V)):
         Q, empty, other = (U, V, m) if len(U) else (V, U, n)
         if other == k and not empty.requires_grad:  # W is some columns of Q, or of its transpose
-            columns = _scaled(first_rows_of(Q, k, form), U, sigma, V, form)
+            columns = _scaled(first_rows_of(Q, k, form, is_rounded=is_rounded), U, sigma, V, form)
             return columns.mT if Q is U else columns
+    if forms_at_once(max(n, m), k, U, sigma, V):
+        return svd_at_once(U, sigma, V, FORMS.index(form), is_rounded)
     identity = torch.eye(min(n, m), dtype=U.dtype, device=U.device)
     if n < m:
         U, V = (U.mT, None) if V is None else (V, U)  # I (Wᵀ)ᵀ
@@ -222,8 +222,12 @@ def _multiply(
     return run_householder(x, V, plan)
 
 
-def first_rows_of(V: Tensor, rows: int, form: str, block_size: int | None = None) -> Tensor:
+def first_rows_of(
+    V: Tensor, rows: int, form: str, block_size: int | None = None, *, is_rounded: bool = False
+) -> Tensor:
     """The first rows of Qᵀ: (rows, d), by applying the reflections to rows of the identity.  V: (r, d)."""
+    if block_size is None and forms_at_once(V.shape[1], rows, V):
+        return columns_at_once(V, rows, FORMS.index(form), is_rounded).mT
     eye = torch.eye(rows, V.shape[1], dtype=V.dtype, device=V.device)
     return run_householder(eye, V, plan_householder(eye, V, FORMS.index(form), False, block_size, of_identity=True))
 

@@ -1,7 +1,7 @@
-"""W = U Σ Vᵀ of compact reflectors in one matrix, formed in as few launches as there can be: 55 for a training step.
+"""W = U Σ Vᵀ formed in few launches, as a GPU wants it: at most 60 for a training step, at any size.
 
 On a GPU a launch takes about 5 µs whatever it does, and W in blocks of reflections takes 264 of them at d = 1024. Here
-both sides are one batch, and all reflections of a side are one block: the first k columns of Q = H₁⋯H_k are
+both sides are one batch, and all reflections of a side are one block: the first k columns of Q = H₁⋯H_r are
 
     A = E − Yᵀ Z,    Z = B⁻¹ Y_k,    B = striu(YYᵀ) + ½ diag(YYᵀ),
 
@@ -16,7 +16,8 @@ LAPACK's tests ask for.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,96 +26,127 @@ from torch import Tensor
 
 from fasth.reflections import blocked
 from fasth.reflections.autograd import _gradients_by_autograd, has_to_compose, signed_sigma, with_sign_guard
-from fasth.reflections.plan import COMPACT, TORCH
+from fasth.reflections.plan import COMPACT, FULL, TORCH, TRIANGULAR
 from fasth.reflections.precision import ieee_products
 
 
-class Formed(torch.autograd.Function):
-    """R: (n, m), sigma: (min(n, m),) or None ↦ W: (n, m). About 34 d³ operations for W and both gradients.
+def svd_at_once(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, is_rounded: bool = False) -> Tensor:
+    """W: (n, m) with min(n, m) singular values. Arguments as in ``functional.svd_linear``, forms as in ``plan``."""
+    dtype, sigma = U.dtype, signed_sigma(U, sigma, V, form)
+    k = len(sigma)
+    if V is U:
+        A = B = columns_at_once(U, k, form, is_rounded)
+    else:
+        sides = _both_sides(U, k) if V is None else [_of_one_side(U, form), _of_one_side(V, form)]
+        A, B = _columns(sides, k, form, is_rounded)
+    return ((A * sigma.to(A.dtype)) @ B.mT).to(dtype)
+
+
+def columns_at_once(V: Tensor, k: int, form: int, is_rounded: bool = False) -> Tensor:
+    """The first k columns of Q: (d, k).  V: (r, d)."""
+    (A,) = _columns([_of_one_side(V, form)], k, form, is_rounded)
+    return A.to(V.dtype)
+
+
+class Columns(torch.autograd.Function):
+    """Y: (b, r, d), k ↦ the first k columns of each Q: (b, d, k). A zero reflector is the identity.
 
     The products are IEEE float32. If W ``is_rounded`` to half precision before it multiplies, they are TF32 where
     torch's setting allows that. The triangular solves are IEEE always.
     """
 
     @staticmethod
-    def forward(ctx: Any, R: Tensor, sigma: Tensor | None, is_rounded: bool = False) -> Tensor:
-        ctx.products = nullcontext if is_rounded else ieee_products
-        with ctx.products(R):
-            W, *saved = form(R, sigma)
-        ctx.save_for_backward(R, sigma, *saved)
-        return W
+    def forward(ctx: Any, Y: Tensor, k: int, is_rounded: bool = False) -> Tensor:
+        ctx.k, ctx.is_rounded = k, is_rounded
+        with _products(Y, is_rounded):
+            A, *saved = form_columns(Y, k)
+        ctx.save_for_backward(Y, *saved)
+        return A
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        R, sigma, *saved = ctx.saved_tensors
+        Y, *saved = ctx.saved_tensors
         if has_to_compose(g, TORCH):
-            needs = ctx.needs_input_grad
-            dR, dsigma = _gradients_by_autograd(lambda R, sigma: form(R, sigma)[0], (R, sigma), g, needs)
-        else:
-            with ctx.products(g):
-                dR, dsigma = gradients(g, R, sigma, *saved)
-        return None if dR is None else with_sign_guard(dR, R), dsigma if ctx.needs_input_grad[1] else None, None
+            (dY,) = _gradients_by_autograd(lambda Y: form_columns(Y, ctx.k)[0], (Y,), g, [True])
+            return dY, None, None
+        with _products(g, ctx.is_rounded):
+            return columns_gradient(g, *saved), None, None
 
 
-def form(R: Tensor, sigma: Tensor | None) -> tuple[Tensor, ...]:
-    """W: (n, m), and what is saved for backward: Y, scale, B, Z and A of both sides, and the signed sigma."""
-    (n, m), k = R.shape, min(R.shape)
-    Y, scale = _reflectors(R)
+def _products(t: Tensor, is_rounded: bool) -> AbstractContextManager[None]:
+    return nullcontext() if is_rounded else ieee_products(t)
+
+
+def form_columns(Y: Tensor, k: int) -> tuple[Tensor, ...]:
+    """A: (b, d, k), and what is saved for backward: Y divided by powers of two, the powers, B and Z."""
+    scale = blocked.scale_of(Y.detach())
+    Y = Y / scale
     B = (Y @ Y.mT).triu()
-    B.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    diagonal = B.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    diagonal.masked_fill_(diagonal == 0, 1)
     Z = torch.linalg.solve_triangular(B, Y[..., :k], upper=True)
     E = torch.eye(Y.shape[-1], k, dtype=Y.dtype, device=Y.device)
-    A = torch.baddbmm(E, Y.mT, Z, alpha=-1)
-    signed = signed_sigma(R, sigma, None, COMPACT).to(Y.dtype)
-    W = (A[0, :n] * signed) @ A[1, :m].mT
-    return W.to(R.dtype), Y, scale, B, Z, A, signed
+    return torch.baddbmm(E, Y.mT, Z, alpha=-1), Y, scale, B, Z
 
 
-def gradients(
-    g: Tensor,
-    R: Tensor,
-    sigma: Tensor | None,
-    Y: Tensor,
-    scale: Tensor,
-    B: Tensor,
-    Z: Tensor,
-    A: Tensor,
-    signed: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """∂R, but for its diagonal, and ∂sigma, from g: (n, m), the gradient of W."""
-    (n, m), k = R.shape, min(R.shape)
-    g, U, V = g.to(Y.dtype), A[0, :n], A[1, :m]
-    of_scaled = g @ V
-    dsigma = None
-    if sigma is not None:
-        dsigma = signed_sigma(R, (of_scaled * U).sum(0).to(sigma.dtype), None, COMPACT)
-    dA = _side_by_side(of_scaled * signed, g.mT @ (U * signed), -2)
+def columns_gradient(dA: Tensor, Y: Tensor, scale: Tensor, B: Tensor, Z: Tensor) -> Tensor:
+    """∂Y from the gradient of A."""
     H = torch.linalg.solve_triangular(B.mT, Y @ dA, upper=False)
     M = H @ Z.mT
     dY = torch.baddbmm((M.triu() + M.triu(1).mT) @ Y, Z, dA.mT, alpha=-1)
-    dY[..., :k] -= H
-    dU, dV = (dY.triu(1) / scale).unbind(0)
-    if n == m:
-        return (dV + dU.mT).to(R.dtype), dsigma
-    dR = F.pad(dV[:, :m], (0, 0, 0, n - k)) + F.pad(dU[:, :n].mT, (0, m - k))
-    return dR.to(R.dtype), dsigma
+    dY[..., : dA.shape[-1]].sub_(H)
+    return dY / scale
 
 
-def _reflectors(R: Tensor) -> tuple[Tensor, Tensor]:
-    """The k reflectors of U and of V, each divided by a power of two: (2, k, max(n, m)); and the powers: (2, k, 1)."""
-    k = min(R.shape)
-    R = R.float() if R.dtype in (torch.bfloat16, torch.float16) else R
-    V = blocked.expand_compact(_side_by_side(R.mT[:k], R[:k], -1))
-    scale = blocked.scale_of(V.detach())
-    return V / scale, scale
+class _SignGuard(torch.autograd.Function):
+    """The identity, whose gradient on the diagonal is the guard of the signs there."""
+
+    @staticmethod
+    def forward(ctx: Any, R: Tensor) -> Tensor:
+        ctx.save_for_backward(R)
+        return R.view_as(R)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (R,) = ctx.saved_tensors
+        return with_sign_guard(g, R)
 
 
-def _side_by_side(U: Tensor, V: Tensor, dim: int) -> Tensor:
-    """Both as one batch, the shorter one with zeros."""
-    missing = U.shape[dim] - V.shape[dim]
-    U, V = _lengthened(U, -missing, dim), _lengthened(V, missing, dim)
-    return torch.stack((U, V))
+def _columns(sides: Sequence[Tensor], k: int, form: int, is_rounded: bool) -> list[Tensor]:
+    """The first k columns of the Q of each side: (d, k). All are one batch, the smaller sides with zeros."""
+    rows, columns = (max(V.shape[dim] for V in sides) for dim in (0, 1))
+    padded = [_padded(V, rows, columns) for V in sides]
+    Y = torch.stack(padded) if len(padded) > 1 else padded[0].unsqueeze(0)
+    if form == COMPACT:
+        Y = blocked.expand_compact(Y)
+    elif form == TRIANGULAR:
+        Y = Y.triu()
+    A = Columns.apply(Y, k, is_rounded)
+    return [_first(one, V.shape[1]) for one, V in zip(A.unbind(), sides, strict=True)]
 
 
-def _lengthened(t: Tensor, by: int, dim: int) -> Tensor:
-    return F.pad(t, (0, by) if dim == -1 else (0, 0, 0, by)) if by > 0 else t
+def _padded(V: Tensor, rows: int, columns: int) -> Tensor:
+    missing = columns - V.shape[1], rows - V.shape[0]
+    return F.pad(V, (0, missing[0], 0, missing[1])) if any(missing) else V
+
+
+def _both_sides(R: Tensor, k: int) -> list[Tensor]:
+    """The k reflectors of U and of V, which one matrix of compact reflectors holds."""
+    R = _SignGuard.apply(_computed(R))
+    return [_first(R.mT, k), _first(R, k)]
+
+
+def _of_one_side(V: Tensor, form: int) -> Tensor:
+    V = _computed(V)
+    if form == COMPACT:
+        V = _SignGuard.apply(V)
+    return V if form == FULL else _first(V, V.shape[1])
+
+
+def _first(t: Tensor, rows: int) -> Tensor:
+    """The first rows, without an operation if these are all."""
+    return t if len(t) <= rows else t[:rows]
+
+
+def _computed(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t

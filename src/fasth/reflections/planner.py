@@ -468,17 +468,16 @@ def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, tria
     return rows > thin_crossover_by_rule(n, m, r_U, r_V, k)
 
 
-def forms_at_once(R: Tensor, sigma: Tensor | None) -> bool:
-    """Whether W of the compact reflectors in R: (n, m) is formed by ``formed.py``: where launches take the time.
+def forms_at_once(d: int, k: int, U: Tensor, *others: Tensor | None) -> bool:
+    """Whether k columns of matrices of up to d rows are formed by ``formed.py``: where launches take the time.
 
     That is on a GPU, up to d = 2048, unless the kernels apply the reflections to the identity in nine.
     """
-    n, m = R.shape
-    if R.device.type not in ("cuda", "meta") or max(n, m) > LONGEST or min(n, m) == 0:
+    if U.device.type not in ("cuda", "meta") or d > LONGEST or k == 0:
         return False
-    where = _where(R, R, sigma)
+    where = _where(U, U, *others)
     if where.backend == TRITON:
-        return not kernels_pay(min(n, m), min(n, m), max(n, m), where)
+        return not kernels_pay(k, k, d, where)
     return where.backend == TORCH
 
 
