@@ -55,7 +55,7 @@ def test_examples_print_what_they_say(name: str) -> None:
 
 def test_there_are_examples() -> None:
     found = {test.name for name in modules() if name not in ADAPTERS for test in examples_of(load(name))}
-    assert {"fasth.functional.householder", "fasth.optim.groups.param_groups", "fasth.spectra.spectra"} <= found
+    assert {"fasth.functional.householder", "fasth.optim.param_groups", "fasth.spectra.spectra"} <= found
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:

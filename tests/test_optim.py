@@ -14,8 +14,7 @@ from torch.nn.utils import prune
 from fasth import parametrizations, spectrum
 from fasth.convert import to_svd
 from fasth.nn import GRUSVD, LSTMSVD, RNNSVD, Conv1dSVD, Conv2dSVD, LinearOrthogonal, LinearSVD, LinearSymmetric
-from fasth.optim import param_groups
-from fasth.optim.groups import LR
+from fasth.optim import LR, param_groups
 
 LAYERS = {
     "square": lambda: LinearSVD(6, 6),

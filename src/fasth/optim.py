@@ -1,4 +1,4 @@
-"""param_groups: learning rates, angles and weight decay for the parameters of a model with SVDs."""
+"""param_groups: learning rates and weight decay for the parameters of a model with SVDs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ OptimizerClass: TypeAlias = type[Optimizer]
 SIGMA, DENSE, REFLECTORS, VECTORS = KINDS = ("sigma", "dense", "reflectors", "vectors")
 CONSTANT = "constant"  # parameters that are not given to an optimizer
 
-# Chosen by experiments/rates, on the tasks that choose: the lr at which an SVD moves W as far as a dense layer does;
-# and, for ``fasth.optim.AdamW``, the root mean square of a step of reflectors.
-LR, ANGLE = 0.003, 0.0014
+# The lr at which an SVD moves W as far as a dense layer does: in the middle of the rates that Adam is used with.
+LR = 0.003
 
 # Steps of these optimizers are proportional to the gradient. Steps of all others are about as large as the rate.
 _STEP_FOLLOWS_GRADIENT = (torch.optim.SGD, torch.optim.ASGD)
@@ -77,8 +76,7 @@ def param_groups(
         optimizer: the optimizer class that will get the groups. Steps of ``SGD`` and ``ASGD`` follow the
             gradient; any other class is treated like Adam. ``Adam`` and other classes that add the decay to the
             gradient get it undivided.
-            ``fasth.optim.AdamW``, which calls this function, gets an angle for reflectors in place of a rate.
-        reflectors: multiplies the rate of reflectors, or their angle.
+        reflectors: multiplies the rate of reflectors.
 
     Returns:
         Groups with "params", "weight_decay", "name", and, if lr is given, "lr". The names are "sigma", for every layer
@@ -91,27 +89,24 @@ def param_groups(
         >>> optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3, weight_decay=0.01))
     """
     _check(model, lr, weight_decay, optimizer, reflectors)
-    groups: dict[tuple[str, float, float | None], dict[str, Any]] = {}
+    groups: dict[tuple[str, float], dict[str, Any]] = {}
     rule = None if lr is None else _rule(optimizer, float(lr), float(reflectors))
-    for parameter, (kind, multiple, angle) in _roles(model, rule).items():
+    for parameter, (kind, multiple) in _roles(model, rule).items():
         decay = weight_decay if _is_a(optimizer, _DECAY_IS_GRADIENT) else weight_decay / multiple
         group: dict[str, Any] = {"params": [], "name": kind, "weight_decay": 0.0}
         if kind in (SIGMA, DENSE):
             group["weight_decay"] = float(decay)
         if lr is not None:
             group["lr"] = float(lr * multiple)
-        if kind == REFLECTORS and isinstance(rule, _Angles):
-            group["angle"] = angle
-        groups.setdefault((kind, multiple, angle), group)["params"].append(parameter)
+        groups.setdefault((kind, multiple), group)["params"].append(parameter)
     return sorted(groups.values(), key=lambda group: KINDS.index(group["name"]))
 
 
 class _Role(NamedTuple):
-    """The kind of a parameter, its rate as a multiple of a dense weight's rate, and its angle, if any."""
+    """The kind of a parameter, and its rate as a multiple of a dense weight's rate."""
 
     kind: str
     multiple: float = 1.0
-    angle: float | None = None
 
 
 class _Rule:
@@ -142,18 +137,7 @@ class _GradientRule(_Rule):
         return _Role(REFLECTORS, self.times * held.rates[1] * 0.3 * _fullness(held) ** 2)
 
 
-class _Angles(_Rule):
-    """Rates and angles for ``fasth.optim.AdamW``."""
-
-    def reflectors(self, held: HeldWeight) -> _Role:
-        if not _is_ordinary(held):
-            return super().reflectors(held)
-        return _Role(REFLECTORS, 1.0, ANGLE * self.times * _fullness(held) * _thinness(held))
-
-
 def _rule(optimizer: OptimizerClass, lr: float, reflectors: float) -> _Rule:
-    if getattr(optimizer, "turns_by_angles", False):
-        return _Angles(lr, reflectors)
     return (_GradientRule if _is_a(optimizer, _STEP_FOLLOWS_GRADIENT) else _Rule)(lr, reflectors)
 
 
