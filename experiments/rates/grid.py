@@ -7,10 +7,11 @@ from typing import Any
 
 from experiments.harness import Record, Run, other_seeds
 from experiments.rates.tasks import CHOOSING, JUDGING
-from experiments.rates.training import ANGLES, GROUPS, PLAIN, VARIANT
+from experiments.rates.training import ANGLES, GROUPS, VARIANT
+from experiments.rates.ways import ATTENTION, PLAIN
 from experiments.study.tasks import Task
 
-PARTS = ("choose", "judge")
+PARTS = ("choose", "judge", "longer", "kin", "time")
 LOW, MIDDLE, HIGH = 1e-3, 1e-2, 3e-2
 OLD = "σ by lr, reflectors at lr (fasth 0.2)"
 CHOSEN = "σ and reflectors by √lr"
@@ -31,6 +32,9 @@ FEWER = ("angle 0.0007, σ × 0.3", "angle 0.0028, σ × 0.3", "the same with th
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 BEYOND = (3e-1, 1.0, 3.0)  # where the best rate of a sweep is its last
 SEEDS = 3
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, *RATES, *BEYOND)
+RATES_OF_LION = LADDER[2:7]
+KIN_TASKS = ("LSTM", "autoencoder", "GPT")
 JUDGED = ((PLAIN, GROUPS), (ANGLES,))  # in this order
 
 
@@ -85,6 +89,40 @@ def more_seeds(swept: list[Record], methods: Sequence[str], quick: bool) -> list
                 runs += [run for one in settings for run in (one, *other_seeds(one, SEEDS - 1))]
     order = [task.name for task in JUDGING]
     return sorted(runs, key=lambda run: (run["seed"], order.index(run["task"])))
+
+
+def longer(judged: list[Record], quick: bool) -> list[Run]:
+    """Four times the steps, at the best rate of each sweep."""
+    runs = []
+    for method in (PLAIN, GROUPS):
+        for task in JUDGING:
+            if sweep := _sweep(judged, method, task):
+                run = _run("longer", task, quick) | {"method": method, "lr": best_rate(sweep)}
+                runs += [one | {"steps": 4 * one["steps"]} for one in (run, *other_seeds(run, SEEDS - 1))]
+    return runs
+
+
+def kin(quick: bool) -> list[list[Run]]:
+    """Sweeps with other optimizers, each a list."""
+    tasks = [task for task in JUDGING if task.name in KIN_TASKS]
+    compared: list[tuple[Task, str, str, Sequence[float]]] = [
+        (task, "Lion", method, RATES_OF_LION) for task in tasks for method in (PLAIN, GROUPS)
+    ]
+    compared += [(tasks[-1], "Muon", method, RATES) for method in (PLAIN, ATTENTION)]
+    if quick:
+        compared = compared[:1]
+    return [
+        [_run("kin", task, quick) | {"method": method, "optimizer": optimizer, "lr": lr} for lr in rates]
+        for task, optimizer, method, rates in compared
+    ]
+
+
+def outward(swept: list[Record]) -> list[Run]:
+    """The next rate beyond a sweep whose best one is its first or its last."""
+    tried = sorted(r["lr"] for r in swept)
+    best = best_rate(swept)
+    step = -1 if best == tried[0] else 1 if best == tried[-1] else 0
+    return [{**swept[0], "lr": LADDER[LADDER.index(best) + step]}] if step else []
 
 
 def best_rate(sweep: list[Record]) -> float:

@@ -12,9 +12,10 @@ from rich.console import Console
 from experiments.harness import Options, Record, Results, figures, tables
 from experiments.harness.figures import Style
 from experiments.harness.tables import Score, Table, score
-from experiments.rates import grid
+from experiments.rates import equal_time, grid
 from experiments.rates.tasks import CHOOSING, JUDGING
-from experiments.rates.training import ANGLES, GROUPS, PLAIN
+from experiments.rates.training import ANGLES, GROUPS
+from experiments.rates.ways import ATTENTION, PLAIN
 from experiments.study.tasks import Task
 from fasth.tools.environment import describe
 
@@ -30,6 +31,9 @@ def report(options: Options, results: Results, console: Console) -> None:
         "best": at_the_best_rate(judged),
         "thrice": at_three_times_the_best(judged),
         "growth": growth(judged),
+        "longer": longer(results.records),
+        "kin": kin(results.records),
+        "time": equal_time.table(results, options.quick),
     }
     machine = f"{describe()['cpu']}, one thread for each run, torch {torch.__version__}"
     made_by = f"Made by `make rates` on: {machine}; images: {results.header['images']}."
@@ -113,6 +117,34 @@ def growth(judged: Sequence[Record]) -> Table:
     )
 
 
+def longer(records: Sequence[Record]) -> Table:
+    found = [r for r in records if r["part"] == "longer"]
+    rows = []
+    for task in JUDGING:
+        mine = [[r for r in found if (r["task"], r["method"]) == (task.name, method)] for method in (PLAIN, GROUPS)]
+        rows.append(_row(task, [f"{_cell(task, [r['score'] for r in m])} ({m[0]['lr']:g})" if m else "" for m in mine]))
+    title = "The tasks that judge, four times as long, at the rates that were best for short trainings"
+    return Table(title, ["task", PLAIN, GROUPS], _whole(rows))
+
+
+def kin(records: Sequence[Record]) -> Table:
+    """The best of each sweep."""
+    found = [r for r in records if r["part"] == "kin"]
+    rows = []
+    for optimizer, svd in (("Lion", GROUPS), ("Muon", ATTENTION)):
+        for task in JUDGING:
+            cells = []
+            for method in (PLAIN, svd):
+                mine = [r for r in found if (r["task"], r["optimizer"], r["method"]) == (task.name, optimizer, method)]
+                lr = _best(mine, task, method)
+                cells.append(f"{_cell(task, _of(mine, task, method, lr))} ({lr:g})" if lr else "")
+            label = {"Lion": "Lion", "Muon": "Muon for dense matrices, AdamW for the rest; SVDs in the attention"}[
+                optimizer
+            ]
+            rows.append([label, *_row(task, cells)])
+    return Table("Other optimizers, at the best rate of each", ["optimizer", "task", PLAIN, "SVD"], _whole(rows, 2))
+
+
 def _methods(judged: Iterable[Record]) -> list[str]:
     """The methods that have results."""
     found = {record["method"] for record in judged}
@@ -141,9 +173,9 @@ def _row(task: Task, cells: list[str]) -> list[str]:
     return [f"{task.name}, {task.unit} ↓", *cells]
 
 
-def _whole(rows: list[list[str]]) -> list[list[str]]:
-    """The rows that have a result."""
-    return [row for row in rows if any(row[1:])]
+def _whole(rows: list[list[str]], labels: int = 1) -> list[list[str]]:
+    """The rows that have a result beside their labels."""
+    return [row for row in rows if any(row[labels:])]
 
 
 def draw(judged: Sequence[Record]) -> Figure:

@@ -1,4 +1,4 @@
-"""Two sets of tasks. The rule was chosen by the scores on CHOOSING; JUDGING was run once, when it was fixed."""
+"""The tasks. The rule was chosen by the scores on CHOOSING; JUDGING and TIMED were run once, when it was fixed."""
 
 from __future__ import annotations
 
@@ -100,6 +100,13 @@ def convnet_with_norms(width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 
 
+def _of_32_images(task: Task) -> Task:
+    def batch(generator: Generator) -> data.Examples:
+        return data.Examples(*(part[:32] for part in task.batch(generator)))
+
+    return replace(task, batch=batch)
+
+
 def _shorter(task: Task, steps: int, width: int = 0) -> Task:
     return replace(task, steps=steps, width=width or task.width)
 
@@ -121,4 +128,12 @@ JUDGING = (
     _error(image_task("ViT", 64, 120, lambda width: networks.ViT(_width_of_images(), width))),
     _characters("GPT", 64, 150, 32, texts.packages, lambda width: networks.GPT(data.CHARACTERS, width, CONTEXT)),
 )
-TASKS = {task.name: task for task in (*CHOOSING, *JUDGING)}
+# Two of these for longer, with smaller batches of images; and a GPT with 4,096 rows a step.
+TIMED = (
+    replace(_shorter(JUDGING[2], 480), name="LSTM, 480 steps"),
+    replace(_shorter(_of_32_images(JUDGING[3]), 600), name="ResNet, 32 images"),
+    _characters(
+        "GPT, 4,096 rows", 256, 80, 64, texts.packages, lambda width: networks.GPT(data.CHARACTERS, width, CONTEXT)
+    ),
+)
+TASKS = {task.name: task for task in (*CHOOSING, *JUDGING, *TIMED)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,17 @@ from torch import Generator, nn
 
 import fasth
 from experiments.harness import Record, Run, finite, means
+from experiments.rates.kin import Lion, MuonBesideAdamW
 from experiments.rates.tasks import TASKS
 from experiments.rates.variants import Angles
+from experiments.rates.ways import CONVERSIONS, PLAIN, to_svd
 from experiments.study.tasks import Task
-from experiments.study.training import step
 from fasth.nn.held_weight import named_held_weights
 
-# A run has the settings "part", "task", "method", "lr", "seed", "steps", and what a variant of the rule is given.
-FOUND = ("seconds", "score", "growth", "curve")
-PLAIN, GROUPS, ANGLES, VARIANT = "plain", "SVD, param_groups", "SVD, angles", "variant"
+# A run has the settings "part", "task", "method", "lr", "seed", "steps". Further ones are "optimizer", if that is not
+# AdamW; "batches", whose gradients are added for each step; and what a variant of the rule is given.
+FOUND = ("seconds", "score", "growth", "curve", "ms")
+GROUPS, ANGLES, VARIANT = "SVD, param_groups", "SVD, angles", "variant"
 WEIGHT_DECAY, WARM_UP = 0.01, 0.1
 SETTINGS = ("part", "task", "method", "lr", "seed", "steps")
 
@@ -30,8 +34,7 @@ def train(run: Run, _: Path) -> Record:
     task = TASKS[run["task"]]
     torch.manual_seed(run["seed"])
     model = task.network(task.width)
-    if isinstance(model, nn.Module) and run["method"] != PLAIN:
-        model = convert(model)
+    model = CONVERSIONS.get(run["method"], to_svd)(model)
     start, before = time.perf_counter(), sizes(model)
     losses = fit(model, task, run)
     found: Record = {"seconds": round(time.perf_counter() - start, 2), "curve": means(losses, 20, 4), "score": None}
@@ -42,12 +45,6 @@ def train(run: Run, _: Path) -> Record:
         logs = [math.log(after / first) for first, after in zip(before, sizes(model), strict=True)]
         found["growth"] = finite(math.exp(sum(logs) / max(len(logs), 1)), 3)
     return found
-
-
-def convert(model: nn.Module) -> nn.Module:
-    """Converts all layers that ``to_svd`` supports; in a flow only its linear maps, as in the study."""
-    flow = hasattr(model, "mixers")
-    return fasth.to_svd(model, filter=lambda name, _: not flow or name.startswith("mixers"), report=[])
 
 
 def fit(model: nn.Module, task: Task, run: Run) -> list[float]:
@@ -61,22 +58,35 @@ def fit(model: nn.Module, task: Task, run: Run) -> list[float]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, part)
     generator, losses = Generator().manual_seed(1000 + run["seed"]), []
     for _ in range(steps):
-        losses.append(step(model, task, task.batch(generator), optimizer))
+        batches = [task.batch(generator) for _ in range(run.get("batches", 1))]
+        losses.append(step(model, task, batches, optimizer))
         schedule.step()
         if not math.isfinite(losses[-1]):
             break
     return losses
 
 
+def step(model: nn.Module, task: Task, batches: Sequence[Any], optimizer: torch.optim.Optimizer) -> float:
+    """A step by the mean gradient of the batches, for which each weight is formed once."""
+    optimizer.zero_grad()
+    with fasth.cached() if len(batches) > 1 else nullcontext():
+        loss = torch.stack([task.loss(model, batch) for batch in batches]).mean()
+        loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def optimizer_of(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": run["lr"], "weight_decay": WEIGHT_DECAY}
-    if run["method"] == PLAIN:
-        return torch.optim.AdamW(model.parameters(), **options)
-    if run["method"] == GROUPS:
-        return torch.optim.AdamW(fasth.param_groups(model, **options))
+    kind = run.get("optimizer", "AdamW")
+    if kind == "Muon":
+        return MuonBesideAdamW(model, **options)
     if run["method"] == ANGLES:
-        return fasth.optim.AdamW(model, **options)
-    made: Any = Angles(model, **options, **{name: value for name, value in run.items() if name not in SETTINGS})
+        return Angles(model, **options, angle=0.0014, sigma_root=True)
+    if run["method"] == VARIANT:
+        return Angles(model, **options, **{name: value for name, value in run.items() if name not in SETTINGS})
+    groups = model.parameters() if run["method"] == PLAIN else fasth.param_groups(model, **options)
+    made: Any = {"AdamW": torch.optim.AdamW, "Lion": Lion}[kind](groups, **options)
     return made
 
 

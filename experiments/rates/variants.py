@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasth.optim.groups import LR, param_groups
+from fasth.optim import LR, param_groups
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 
