@@ -26,7 +26,7 @@ from experiments.study.tables import Study, study_tables
 
 HERE = Path(__file__).parent
 SHOWN = ["figure-3a", "figure-4"]  # of the figures
-RATES = ("choosing", "low", "best", "thrice", "growth", "costs")
+RATES = ("choosing", "low", "best", "thrice", "growth", "longer", "kin", "time")
 # Maps each page and place to the Markdown file that a command wrote for it.
 FILES = {
     "training.md": {f"rates {name}": f"rates/{name}.md" for name in RATES},

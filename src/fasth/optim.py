@@ -206,7 +206,7 @@ def _slope(spectrum: Spectrum) -> float:
 
 
 def _is_a(optimizer: OptimizerClass, kinds: tuple[OptimizerClass, ...]) -> bool:
-    return issubclass(optimizer, kinds) and not issubclass(optimizer, torch.optim.AdamW)  # which may be an Adam
+    return issubclass(optimizer, kinds) and not issubclass(optimizer, torch.optim.AdamW)  # an Adam, too
 
 
 def _check(model: Any, lr: Any, weight_decay: Any, optimizer: Any, reflectors: Any) -> None:

@@ -102,7 +102,7 @@ register(NonDynamicallyQuantizableLinear, ByParametrization(_as_it_is))  # the o
 register(nn.Bilinear, ByParametrization(_as_it_is))
 register("transformers.pytorch_utils.Conv1D", ByParametrization(_as_it_is))
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    register(_kind, ByParametrization(_by_group))  # of the first two those with groups, which their SVD layers leave
+    register(_kind, ByParametrization(_by_group))  # Conv1d and Conv2d with groups; without, they have SVD layers
 
 # For messages.
 PARAMETRIZED = ("MultiheadAttention", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Bilinear")

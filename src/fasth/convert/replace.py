@@ -23,7 +23,7 @@ class Conversion(NamedTuple):
     name: str  # as in ``model.named_modules()``: "" is the model itself
     before: str  # the name of its class
     after: str | None  # None: it was left alone
-    reason: str  # why it was left alone, or became what it is
+    reason: str  # why it was converted, or left alone
 
 
 class Replacement:

@@ -88,7 +88,7 @@ class Factored(nn.Module):
         super().register_parameter(name, param)
 
     def _check_not_weight(self, name: str) -> None:
-        factors = self._dense_names().get(name.removesuffix("_orig"))  # what PyTorch's pruning calls it
+        factors = self._dense_names().get(name.removesuffix("_orig"))  # PyTorch's pruning renames parameters
         if factors is not None:
             made_of = ", ".join(f"`{factor}`" for factor in factors)
             raise AttributeError(

@@ -23,7 +23,7 @@ class HeldWeight(NamedTuple):
     form: str
     spectrum: Spectrum | None  # None: W is orthogonal
     signs: Tensor | None = None  # of the columns of full reflectors: a constant
-    rates: tuple[float, float] = (1.0, 1.0)  # what the learning rates of sigma and of reflectors are multiplied by
+    rates: tuple[float, float] = (1.0, 1.0)  # multiples of the learning rates of sigma and of reflectors
     is_changed: bool = False  # True if another parametrization follows, so that the module's weight is not W
 
     @property

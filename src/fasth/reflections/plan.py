@@ -29,5 +29,5 @@ class Plan(NamedTuple):
     save: int = SAVE_NOTHING
     copy_output: bool = False  # saves a copy of the output, since the caller may change the output in place
     of_identity: bool = False  # x is the first rows of the identity, in x Qᵀ, and gets no gradient
-    symmetric: bool = False  # U and V are one tensor, which is then given as U alone: torch.compile takes none twice
+    symmetric: bool = False  # U and V are one tensor, passed once: torch.compile does not take one twice
     forms_matrix: bool = False  # instead of all this, Q or W is formed, and rows are multiplied by it

@@ -192,7 +192,7 @@ def _svd_plan(
     block_size = min(default_block_size(r, where, rows), max(r, 1))
     save = SAVE_T if needs[0] else SAVE_NOTHING
     if needs[1]:
-        # Twice as much as x and the reflectors, besides T and what is small: two products are saved, x Q_V and x Wᵀ.
+        # At most twice x and the reflectors, plus T and small tensors: two products are saved, x Q_V and x Wᵀ.
         blocks = number_of_blocks(r_V, m, form, block_size), number_of_blocks(r_U, n, form, block_size)
         steps = sum(max(count - 1, 0) for count in blocks)
         T, Z, A = sizes_of_saved(rows, longest, sum(blocks), steps, block_size)
@@ -236,9 +236,7 @@ def backend_for(*tensors: Tensor | None) -> str:
         return _backend_in_graph([t for t in tensors if t is not None])
     if _private.functorch_active() or _private.forward_level() >= 0:
         return COMPOSED
-    if is_tracing() or (
-        _private.dispatch_modes() and not _counting
-    ):  # traces would lack what the core or a kernel does
+    if is_tracing() or (_private.dispatch_modes() and not _counting):  # a trace would not record the core or a kernel
         return TORCH
     module = compiled._core
     if isinstance(module, ModuleType):
@@ -453,7 +451,7 @@ def forming_pays(rows: int, r: int, d: int, triangular: bool, where: Where, side
     by_rule = crossover_by_rule(r, d, triangular, sides)
     if found is None:
         return rows > by_rule
-    return rows >= found.crossover * by_rule / crossover_by_rule(d, d, triangular=True)  # what was measured
+    return rows >= found.crossover * by_rule / crossover_by_rule(d, d, triangular=True)  # the measured crossover
 
 
 def forming_svd_pays(rows: int, n: int, m: int, r_U: int, r_V: int, k: int, triangular: bool, where: Where) -> bool:
