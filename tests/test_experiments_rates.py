@@ -67,6 +67,12 @@ def test_the_chosen_variant_is_param_groups(lr):
         torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
 
 
+def test_a_power_of_one_half_is_the_root():
+    layer = fasth.LinearSVD(6, 8)
+    one, other = Angles(layer, 0.02, 0.1, root=True, sigma_root=True), Angles(layer, 0.02, 0.1, power=0.5)
+    assert [group["lr"] for group in one.param_groups] == pytest.approx([group["lr"] for group in other.param_groups])
+
+
 def test_an_angle_is_the_root_mean_square_of_a_step():
     layer = fasth.LinearSVD(6, 6, bias=False)
     optimizer = Angles(layer, 1e-2, 0.0, angle=0.0014)

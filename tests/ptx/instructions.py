@@ -72,6 +72,8 @@ def _source(operand: Any, kind: str) -> Callable[[Any], np.ndarray]:
 
 
 def _target(operand: Any) -> Callable[[Any, Any, np.ndarray | None], None]:
+    if isinstance(operand, Name):  # "_", a result that is not used
+        return lambda m, value, mask: None
     return lambda m, value, mask: m.write(operand.name, operand.width, value, mask)
 
 
