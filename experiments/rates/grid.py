@@ -26,6 +26,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "angle 0.0014, σ × 1": TURNS,
     "angle 0.0014, σ by √lr": TURNS | {"sigma_root": True},
     CHOSEN: {"method": VARIANT, "root": True, "sigma_root": True},
+    # Tried when the rule had been judged, so that they could not replace it.
+    "afterwards: both by lr^¼": {"method": VARIANT, "power": 0.25},
+    "afterwards: both by lr^¾": {"method": VARIANT, "power": 0.75},
+    "afterwards: both by √lr, equal at 0.001": {"method": VARIANT, "power": 0.5, "base": 0.001},
+    "afterwards: both by √lr, equal at 0.01": {"method": VARIANT, "power": 0.5, "base": 0.01},
 }
 FEWER = ("angle 0.0007, σ × 0.3", "angle 0.0028, σ × 0.3", "the same with the direction m")  # not at the high rate
 

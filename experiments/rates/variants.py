@@ -20,6 +20,7 @@ class Angles(torch.optim.Optimizer):
         angle: that root mean square, at the peak of the schedule. None: a rate instead.
         sigma: multiplies the rate of sigma, lr·(√n + √m)/2.
         sigma_root, root: multiply the rate of sigma, or of the reflectors, by √(0.003 / lr), so that it follows √lr.
+        power, base: multiply both by (base / lr)^(1 − power), so that they follow lr to the power.
         direction: "adam", m̂/√v̂; "momentum", m̂.
     """
 
@@ -33,18 +34,21 @@ class Angles(torch.optim.Optimizer):
         sigma: float = 1.0,
         sigma_root: bool = False,
         root: bool = False,
+        power: float = 1.0,
+        base: float = LR,
         direction: str = "adam",
     ) -> None:
         groups = param_groups(model, lr=LR, weight_decay=weight_decay)  # where all rules are the same
         for group in groups:
             group["lr"] *= lr / LR
-        sigma *= math.sqrt(LR / lr) if sigma_root else 1.0
+        both = (base / lr) ** (1 - power)
+        sigma *= both * (math.sqrt(LR / lr) if sigma_root else 1.0)
         for group in groups:
             if group["name"] == "sigma":
                 group["lr"] *= sigma
                 group["weight_decay"] /= sigma
             elif group["name"] == "reflectors":
-                group["lr"] *= math.sqrt(LR / lr) if root else 1.0
+                group["lr"] *= both * (math.sqrt(LR / lr) if root else 1.0)
         super().__init__(groups, {"lr": lr})
         self.peaks = [group["lr"] for group in self.param_groups]
         self.angle, self.direction = angle, direction
