@@ -97,6 +97,14 @@ def test_a_symmetric_weight(form):
         torch.testing.assert_close(found, right)
 
 
+def test_a_symmetric_weight_in_bfloat16_is_rounded_once():
+    Q, sigma = torch.randn(40, 40).bfloat16(), torch.rand(40).bfloat16() + 1
+    W = svd_at_once(Q, sigma, Q, COMPACT)
+    exact = svd_at_once(Q.double(), sigma.double(), Q.double(), COMPACT)
+    assert W.dtype == torch.bfloat16
+    torch.testing.assert_close(W.double(), exact, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_one_gradient_at_a_time(needs):
     R, sigma = (t.requires_grad_(need) for t, need in zip(drawn((9, 12), torch.float64), needs, strict=True))

@@ -34,11 +34,12 @@ def svd_at_once(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, is
     """W: (n, m) with min(n, m) singular values. Arguments as in ``functional.svd_linear``, forms as in ``plan``."""
     dtype, sigma = U.dtype, signed_sigma(U, sigma, V, form)
     k = len(sigma)
-    if V is U:
-        A = B = columns_at_once(U, k, form, is_rounded)
+    if V is None:
+        sides = _both_sides(U, k)
     else:
-        sides = _both_sides(U, k) if V is None else [_of_one_side(U, form), _of_one_side(V, form)]
-        A, B = _columns(sides, k, form, is_rounded)
+        sides = [_of_one_side(t, form) for t in ([U] if V is U else [U, V])]
+    columns = _columns(sides, k, form, is_rounded)
+    A, B = columns[0], columns[-1]
     return ((A * sigma.to(A.dtype)) @ B.mT).to(dtype)
 
 
