@@ -27,19 +27,19 @@ class Sweep(NamedTuple):
     registers: int = DEFAULT_REGISTERS
 
 
-# By the number of columns, rounded up to a power of two. 8 reflections of 1024 numbers spill in two stages.
+# By the number of columns, rounded up to a power of two. 8 reflections of 1024 numbers or more spill in two stages.
 SWEEPS = {
     16: Sweep(1),
     32: Sweep(1),
     64: Sweep(1),
     128: Sweep(2, registers=168),
     256: Sweep(4),
-    512: Sweep(4),
+    512: Sweep(4, registers=168),
     1024: Sweep(8, step=4, registers=168),
-    2048: Sweep(16),
+    2048: Sweep(16, step=4),
 }
 # For reflectors that are columns of a matrix, where 8 of them fill a sector of memory and 4 would use half of it.
-SWEEPS_OF_COLUMNS = {1024: Sweep(8, stages=1, registers=255)}
+SWEEPS_OF_COLUMNS = {1024: Sweep(8, stages=1, registers=255), 2048: Sweep(16)}
 
 LARGEST_STATE = 256  # numbers in a state of a recurrence
 SEQUENCES = 16  # sequences that one program takes through all times
