@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasth import householder
-from fasth.reflections import formed
+from fasth.reflections.formed import columns_at_once, svd_at_once
+from fasth.reflections.plan import COMPACT
 
 aten = torch.ops.aten
 
@@ -256,6 +257,14 @@ class RoundedProducts(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+def formed_with_gradient(R: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """W = U Vᵀ of the compact reflectors in R, and the gradient of R."""
+    R = R.requires_grad_()
+    W = svd_at_once(R, None, None, COMPACT)
+    (dR,) = torch.autograd.grad(W, R, g)
+    return W.detach(), dR
+
+
 class FormedFigures(NamedTuple):
     measure: float  # ‖UᵀU − I‖₁/(d·eps)
     stored: float  # the same of U rounded to bfloat16
@@ -270,11 +279,9 @@ def formed_figures(d: int, parallel: bool, rounding: str) -> FormedFigures:
     torch.manual_seed(0)
     R, g = torch.randn(d, d) + (10 * torch.randn(d) if parallel else 0), torch.randn(d, d)
     with RoundedProducts(rounding):
-        W, *saved = formed.form(R, None)
-        dR, _ = formed.gradients(g, R, None, *saved)
-    expected, *exact = formed.form(R.double(), None)
-    reference, _ = formed.gradients(g.double(), R.double(), None, *exact)
-    U = saved[4][0]
+        U = columns_at_once(R.mT, d, COMPACT)
+        W, dR = formed_with_gradient(R, g)
+    expected, reference = formed_with_gradient(R.double(), g.double())
     residual, stored = residual_of(U), residual_of(U.bfloat16())
     return FormedFigures(
         measure_of(residual),

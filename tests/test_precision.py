@@ -138,14 +138,14 @@ def test_factors_are_formed_in_full_under_autocast(d: int) -> None:
 @pytest.mark.parametrize("rank", [None, 4])
 def test_many_rows_under_autocast_are_multiplied_as_those_of_a_dense_layer(to: torch.dtype, rank: int | None) -> None:
     """W is formed in float32; its product with the rows, and the gradient of W, have autocast's dtype."""
-    layer, x = perturbed(LinearSVD(16, 24, rank=rank)), torch.randn(5000, 16, requires_grad=True)
-    g = torch.randn(5000, 24).to(to)
+    layer, x = perturbed(LinearSVD(16, 24, rank=rank)), torch.randn(10_000, 16, requires_grad=True)
+    g = torch.randn(10_000, 24).to(to)
     with torch.autocast("cpu", to):
         out = layer(x)
         if rank is None:
             expected = F.linear(x, layer.weight, layer.bias)
         else:
-            A, B = svd_thin(layer.reflectors_U, layer.singular_values, layer.reflectors_V)
+            A, B = svd_thin(layer.reflectors_U, layer.sigma, layer.reflectors_V)
             expected = F.linear(F.linear(x, A), B, layer.bias)
     assert out.dtype == to and torch.equal(out, expected)
     tensors = (x, *trained(layer))
