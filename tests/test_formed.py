@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense import assert_close, value_and_gradients
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasth import functional
 from fasth.functional import svd_dense
@@ -138,7 +139,32 @@ def test_products_may_be_tf32_under_autocast_alone(under_autocast, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
         W = svd_dense(R, sigma)
     W.sum().backward()
-    assert W.dtype == torch.float32 and len(entered) == (0 if under_autocast else 2)
+    assert W.dtype == torch.float32 and len(entered) == (0 if under_autocast else 3)  # A, W, and the gradient of A
+
+
+def test_every_product_that_makes_W_is_ieee(monkeypatch):
+    """Also where the user allows TF32: only gradients may use it."""
+    inside, outside = [], []
+
+    @contextmanager
+    def recorded(t: Tensor):
+        inside.append(t)
+        yield
+        inside.pop()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation.overloadpacket.__name__ in ("mm", "bmm", "baddbmm", "addmm") and not inside:
+                outside.append(operation)
+            return operation(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(formed, "ieee_products", recorded)
+    U, V, sigma = (torch.randn(shape) for shape in ((9, 9), (9, 9), (9,)))
+    with Products():
+        for sides in ((U, None), (U, V), (U, U)):
+            svd_at_once(sides[0], sigma, sides[1], COMPACT)
+        columns_at_once(U, 5, COMPACT)
+    assert not outside
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])

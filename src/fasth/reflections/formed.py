@@ -40,7 +40,9 @@ def svd_at_once(U: Tensor, sigma: Tensor | None, V: Tensor | None, form: int, is
         sides = [_of_one_side(t, form) for t in ([U] if V is U else [U, V])]
     columns = _columns(sides, k, form, is_rounded)
     A, B = columns[0], columns[-1]
-    return ((A * sigma.to(A.dtype)) @ B.mT).to(dtype)
+    with _products(A, is_rounded):
+        W = (A * sigma.to(A.dtype)) @ B.mT
+    return W.to(dtype)
 
 
 def columns_at_once(V: Tensor, k: int, form: int, is_rounded: bool = False) -> Tensor:
@@ -52,6 +54,8 @@ def columns_at_once(V: Tensor, k: int, form: int, is_rounded: bool = False) -> T
 class Columns(torch.autograd.Function):
     """Y: (b, r, d), k ↦ the first k columns of each Q: (b, d, k). A zero reflector is the identity.
 
+    Y · Yᵀ should be in the range of the dtype.
+
     The products are IEEE float32. If W ``is_rounded`` to half precision before it multiplies, they are TF32 where
     torch's setting allows that. The triangular solves are IEEE always.
     """
@@ -60,43 +64,41 @@ class Columns(torch.autograd.Function):
     def forward(ctx: Any, Y: Tensor, k: int, is_rounded: bool = False) -> Tensor:
         ctx.k, ctx.is_rounded = k, is_rounded
         with _products(Y, is_rounded):
-            A, *saved = form_columns(Y, k)
-        ctx.save_for_backward(Y, *saved)
+            A, B, Z = form_columns(Y, k)
+        ctx.save_for_backward(Y, B, Z)
         return A
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        Y, *saved = ctx.saved_tensors
+        Y, B, Z = ctx.saved_tensors
         if has_to_compose(g, TORCH):
             (dY,) = _gradients_by_autograd(lambda Y: form_columns(Y, ctx.k)[0], (Y,), g, [True])
             return dY, None, None
         with _products(g, ctx.is_rounded):
-            return columns_gradient(g, *saved), None, None
+            return columns_gradient(g, Y, B, Z), None, None
 
 
 def _products(t: Tensor, is_rounded: bool) -> AbstractContextManager[None]:
     return nullcontext() if is_rounded else ieee_products(t)
 
 
-def form_columns(Y: Tensor, k: int) -> tuple[Tensor, ...]:
-    """A: (b, d, k), and what is saved for backward: Y divided by powers of two, the powers, B and Z."""
-    scale = blocked.scale_of(Y.detach())
-    Y = Y / scale
+def form_columns(Y: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A: (b, d, k), and B and Z, which the backward pass needs."""
     B = (Y @ Y.mT).triu()
     diagonal = B.diagonal(dim1=-2, dim2=-1).mul_(0.5)
     diagonal.masked_fill_(diagonal == 0, 1)
     Z = torch.linalg.solve_triangular(B, Y[..., :k], upper=True)
     E = torch.eye(Y.shape[-1], k, dtype=Y.dtype, device=Y.device)
-    return torch.baddbmm(E, Y.mT, Z, alpha=-1), Y, scale, B, Z
+    return torch.baddbmm(E, Y.mT, Z, alpha=-1), B, Z
 
 
-def columns_gradient(dA: Tensor, Y: Tensor, scale: Tensor, B: Tensor, Z: Tensor) -> Tensor:
+def columns_gradient(dA: Tensor, Y: Tensor, B: Tensor, Z: Tensor) -> Tensor:
     """∂Y from the gradient of A."""
     H = torch.linalg.solve_triangular(B.mT, Y @ dA, upper=False)
     M = H @ Z.mT
     dY = torch.baddbmm((M.triu() + M.triu(1).mT) @ Y, Z, dA.mT, alpha=-1)
     dY[..., : dA.shape[-1]].sub_(H)
-    return dY / scale
+    return dY
 
 
 class _SignGuard(torch.autograd.Function):
@@ -122,7 +124,7 @@ def _columns(sides: Sequence[Tensor], k: int, form: int, is_rounded: bool) -> li
         Y = blocked.expand_compact(Y)
     elif form == TRIANGULAR:
         Y = Y.triu()
-    A = Columns.apply(Y, k, is_rounded)
+    A = Columns.apply(Y / blocked.scale_of(Y.detach()), k, is_rounded)
     return [_first(one, V.shape[1]) for one, V in zip(A.unbind(), sides, strict=True)]
 
 
