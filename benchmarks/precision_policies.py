@@ -275,7 +275,7 @@ class FormedFigures(NamedTuple):
 
 
 def formed_figures(d: int, parallel: bool, rounding: str) -> FormedFigures:
-    """Of W = U Vᵀ as ``fasth.reflections.formed`` forms it, from one matrix of compact reflectors."""
+    """Measures W = U Vᵀ as ``fasth.reflections.formed`` computes it from one matrix of compact reflectors."""
     torch.manual_seed(0)
     R, g = torch.randn(d, d) + (10 * torch.randn(d) if parallel else 0), torch.randn(d, d)
     with RoundedProducts(rounding):

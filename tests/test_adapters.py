@@ -670,7 +670,7 @@ def test_the_state_of_the_optimizer_is_that_of_the_adapters() -> None:
     assert numbers == 2 * 2 * (6 + 8 + 8 + 4)  # two moments, two reflections, of the sizes of both sides
 
 
-# What it costs.
+# Cost.
 
 
 @pytest.mark.parametrize("r", [8, 40, 64])

@@ -493,7 +493,7 @@ def test_not_in_states_copies_and_pickles(case: Case) -> None:
 
 
 def _writes_data(layer: nn.Module, other: nn.Module) -> None:
-    """As torch_ema does: stores the parameters, copies the averages into them, and restores them later."""
+    """Stores the parameters, copies averages into them, and restores them later, as torch_ema does."""
     for p, q in zip(layer.parameters(), other.parameters(), strict=True):
         p.data.copy_(q.data)
 

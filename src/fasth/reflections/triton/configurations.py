@@ -19,7 +19,7 @@ SUMS_WARPS = 4
 
 
 class Sweep(NamedTuple):
-    """What the sweep is compiled with."""
+    """Compile-time parameters of the sweep."""
 
     warps: int
     step: int = 8  # reflections that are loaded at a time; 16 go through shared memory
